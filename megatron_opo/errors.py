@@ -1,0 +1,40 @@
+"""Errors whose message is meant for the person who runs the job: what, got, allowed, what to do.
+
+The command line prints them without a traceback; anything else is a bug and keeps its traceback.
+"""
+
+
+class OpoError(Exception):
+    """Base of all of them."""
+
+
+class RecipeError(OpoError, ValueError):
+    """A recipe that cannot run; the message lists every problem found."""
+
+
+class DataError(OpoError):
+    """A dataset, or a row of it, that cannot be used."""
+
+
+class RewardError(OpoError):
+    """A reward function that cannot be loaded or that fails on everything."""
+
+
+class ServerError(OpoError):
+    """A rollout server that does not start, dies, or answers something unusable."""
+
+
+class OnPolicyError(OpoError):
+    """Something that would make the update not exactly on-policy."""
+
+
+class WeightError(OpoError):
+    """Weights that are missing, misshapen, non-finite, or differ from what they should be."""
+
+
+class CheckpointError(OpoError):
+    """A checkpoint that cannot be written or read."""
+
+
+class UnfitEnvironmentError(OpoError):
+    """An installed package or machine that this project cannot work with."""

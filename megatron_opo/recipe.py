@@ -1,0 +1,471 @@
+"""The typed recipe: YAML plus dotted overrides -> one frozen, fully validated `Recipe`.
+
+`load_recipe` reports every mistake at once, each with the dotted field, what was found and what is
+allowed. Checks that need the model's config.json are in `check_model`; both run on a laptop,
+before any GPU is touched.
+"""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatron_opo.errors import RecipeError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+LOSS_AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    path: str = Field(description="Hugging Face model directory (config, weights, tokenizer)")
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+
+class ProceduralConfig(Section):
+    task: str = Field(description="reasoning-gym task name, e.g. chain_sum")
+    size: PositiveInt = 10_000
+    seed: NonNegativeInt = 0
+    config: dict[str, Any] = Field(default={}, description="the task's own options")
+
+
+class DatasetConfig(Section):
+    files: tuple[str, ...] = Field(default=(), description="parquet or jsonl files")
+    procedural: ProceduralConfig | None = None
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    limit: PositiveInt | None = Field(default=None, description="use only the first rows")
+
+    @model_validator(mode="after")
+    def _one_source(self):
+        if bool(self.files) == (self.procedural is not None):
+            raise ValueError(
+                f"give exactly one source: `files` (got {list(self.files)}) or `procedural` "
+                f"(got {self.procedural.task if self.procedural else None})"
+            )
+        return self
+
+
+class DataConfig(Section):
+    train: DatasetConfig
+    eval: DatasetConfig | None = None
+    system_prompt: str | None = None
+    apply_chat_template: bool = True
+    max_prompt_tokens: PositiveInt = 1024
+    overlong_prompts: Literal["filter", "error"] = "filter"
+    shuffle: bool = True
+
+
+class RewardConfig(Section):
+    function: str = Field(
+        default="math",
+        description="exact | numeric | math | reasoning_gym | path/to/file.py:function",
+    )
+    kwargs: dict[str, Any] = Field(default={}, description="extra keyword arguments to it")
+    workers: PositiveInt = 2
+    timeout_s: PositiveFloat = Field(default=10.0, description="limit for one sample")
+
+
+class RolloutConfig(Section):
+    prompts_per_step: PositiveInt = 64
+    samples_per_prompt: Annotated[int, Field(ge=2)] = Field(
+        default=8, description="group size; a baseline needs at least two samples"
+    )
+    max_response_tokens: PositiveInt = 1024
+    temperature: PositiveFloat = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    urls: tuple[str, ...] = Field(
+        default=(), description="servers that already run; empty: launch `servers` of them"
+    )
+    servers: PositiveInt = 1
+    tensor_parallel: PositiveInt = Field(default=1, description="of each launched server")
+    host: str = "127.0.0.1"
+    port: NonNegativeInt = Field(default=0, description="first server's port; 0: a free one")
+    server_args: dict[str, Any] = Field(
+        default={}, description="SGLang's own launch options, by their names (max_total_tokens)"
+    )
+    server_env: dict[str, str] = Field(default={}, description="environment of the servers")
+    max_concurrent_requests: PositiveInt = Field(default=256, description="samples in flight")
+    request_timeout_s: PositiveFloat = 600.0
+    retries: NonNegativeInt = 3
+    start_timeout_s: PositiveFloat = 300.0
+
+    @model_validator(mode="after")
+    def _untruncated(self):
+        for key, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            if getattr(self, key) != neutral:
+                raise ValueError(
+                    f"`{key}` is {getattr(self, key)}, must be {neutral}: a truncated sampler "
+                    "draws from another distribution than the one that is trained, so the update "
+                    "would not be on-policy (truncate in `eval` if you like)"
+                )
+        return self
+
+
+class SyncConfig(Section):
+    transport: Literal["distributed", "disk"] = "distributed"
+    bucket_mb: PositiveInt = Field(default=256, description="weights sent per message")
+    verify: bool = Field(default=True, description="compare checksums after each sync")
+
+
+class AlgorithmConfig(Section):
+    estimator: Literal["opo"] = "opo"
+    loss_aggregation: Literal[LOSS_AGGREGATIONS] = "token-mean"
+    max_logprob_gap: PositiveFloat = Field(
+        default=0.5,
+        description="stop when |logp_trainer - logp_server| of any token exceeds this (nats)",
+    )
+    mean_logprob_gap: PositiveFloat = Field(
+        default=0.03, description="stop when the mean over a step's tokens exceeds this (nats)"
+    )
+
+
+class ActorConfig(Section):
+    tensor_parallel: PositiveInt = 1
+    pipeline_parallel: PositiveInt = 1
+    data_parallel: PositiveInt | None = Field(
+        default=None, description="null: what the number of processes leaves over"
+    )
+    sequence_parallel: bool = False
+    micro_batch_tokens: PositiveInt = Field(
+        default=16_384, description="tokens in one packed micro-batch"
+    )
+    logprob_chunk_tokens: PositiveInt = Field(
+        default=1024, description="tokens whose logits exist at once"
+    )
+    recompute: Literal["none", "full"] = "none"
+    transformer_config: dict[str, Any] = Field(
+        default={}, description="Megatron-Core TransformerConfig fields, by their names"
+    )
+
+
+class OptimizerConfig(Section):
+    lr: NonNegativeFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad: PositiveFloat = 1.0
+    distributed: bool = Field(default=True, description="shard optimizer state over data ranks")
+
+    @model_validator(mode="after")
+    def _rates(self):
+        if self.min_lr > self.lr:
+            raise ValueError(f"`min_lr` ({self.min_lr}) is above `lr` ({self.lr})")
+        return self
+
+
+class TrainConfig(Section):
+    steps: PositiveInt = 100
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt = Field(default=10, description="steps between evaluations; 0: never")
+    at_start: bool = True
+    at_end: bool = True
+    samples_per_prompt: PositiveInt = Field(default=1, description="k of avg@k and pass@k")
+    temperature: NonNegativeFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class CheckpointConfig(Section):
+    every: NonNegativeInt = Field(default=0, description="steps between checkpoints; 0: at end")
+    keep: PositiveInt = 2
+    export_hf: bool = Field(default=True, description="write a Hugging Face model at the end")
+
+
+class LogConfig(Section):
+    wandb_project: str | None = None
+    samples_per_step: NonNegativeInt = Field(
+        default=16, description="responses of each step kept in samples/"
+    )
+
+
+class Recipe(Section):
+    """A whole run. `megatron-opo train RECIPE --print` shows every field with its default."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    seed: NonNegativeInt = 0
+    run_dir: str = "runs/{name}"
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    actor: ActorConfig = ActorConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sync: SyncConfig = SyncConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run_dir.format(name=self.name))
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.actor.tensor_parallel * self.actor.pipeline_parallel
+
+    @model_validator(mode="after")
+    def _cross_checks(self):
+        actor, rollout = self.actor, self.rollout
+        problems = []
+        if actor.sequence_parallel and actor.tensor_parallel == 1:
+            problems.append(
+                "actor.sequence_parallel is true but actor.tensor_parallel is 1: raise "
+                "tensor_parallel or turn sequence_parallel off"
+            )
+        samples = rollout.prompts_per_step * rollout.samples_per_prompt
+        if actor.data_parallel and samples < actor.data_parallel:
+            problems.append(
+                f"actor.data_parallel is {actor.data_parallel} but a step has only {samples} samples "
+                f"(rollout.prompts_per_step {rollout.prompts_per_step} x samples_per_prompt "
+                f"{rollout.samples_per_prompt}): each data-parallel rank needs at least one"
+            )
+        if (self.eval.every or self.eval.at_start) and self.data.eval is None:
+            if "eval" in self.model_fields_set:
+                problems.append(
+                    "eval is configured but data.eval names no dataset: add data.eval, or set "
+                    "eval.every=0, eval.at_start=false and eval.at_end=false"
+                )
+        if self.optimizer.schedule != "constant" and self.optimizer.warmup_steps > self.train.steps:
+            problems.append(
+                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds train.steps "
+                f"({self.train.steps}): the learning rate would never decay"
+            )
+        unknown = set(self.run_dir.replace("{name}", "").split()) and (
+            "{" in self.run_dir.replace("{name}", "")
+        )
+        if unknown:
+            problems.append(f"run_dir is {self.run_dir!r}: only {{name}} may stand in braces")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+# What a user of another trainer may write, and why it is not there.
+HINTS = {
+    "ppo_epochs": "exact on-policy RL takes one optimizer step per rollout; there are no epochs",
+    "ppo_mini_batch_size": "a step trains on the whole rollout at once; drop it",
+    "mini_batch_size": "a step trains on the whole rollout at once; drop it",
+    "micro_batch_size": "micro-batches are filled by tokens: actor.micro_batch_tokens",
+    "kl_loss_coef": "OPO has no KL term; drop it",
+    "use_kl_loss": "OPO has no KL term; drop it",
+    "use_kl_in_reward": "OPO has no KL term; drop it",
+    "entropy_coeff": "OPO has no entropy bonus; drop it",
+    "clip_ratio": "the importance ratio is exactly 1 on-policy; there is nothing to clip",
+    "train_batch_size": "it is called rollout.prompts_per_step (prompts, as in verl)",
+    "n": "it is called rollout.samples_per_prompt",
+}
+
+
+def field_paths(model: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
+    """Every dotted field of the schema, sections included."""
+    paths = []
+    for name, info in model.model_fields.items():
+        paths.append(prefix + name)
+        section = _section_of(info.annotation)
+        if section is not None:
+            paths += field_paths(section, f"{prefix}{name}.")
+    return paths
+
+
+def _section_of(annotation) -> type[BaseModel] | None:
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def _nearest(path: str) -> str:
+    leaf = path.rsplit(".", 1)[-1]
+    if leaf in HINTS:
+        return HINTS[leaf]
+    known = field_paths()
+    close = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    if not close:
+        same_leaf = [p for p in known if p.rsplit(".", 1)[-1] == leaf]
+        leaves = {p.rsplit(".", 1)[-1]: p for p in known}
+        near_leaf = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)
+        close = same_leaf or [leaves[name] for name in near_leaf]
+    if close:
+        return f"did you mean `{close[0]}`?"
+    parent = path.rpartition(".")[0]
+    siblings = [p for p in known if p.rpartition(".")[0] == parent]
+    return "allowed here: " + ", ".join(siblings or [p for p in known if "." not in p])
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML lets the last of two equal keys win silently; a recipe must not."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key `{key}` stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise RecipeError(f"recipe {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe {path}: cannot be read: {error}") from None
+    try:
+        tree = yaml.load(text, Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
+        raise RecipeError(f"recipe {path}: not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise RecipeError(
+            f"recipe {path}: must be a mapping of sections, got {type(tree).__name__}"
+        )
+    return tree
+
+
+def _apply_override(tree: dict, override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise RecipeError(f"override `{override}`: write it as section.field=value")
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override `{override}`: the value is not valid YAML: {error}") from None
+    *parents, leaf = path.split(".")
+    node = tree
+    for i, parent in enumerate(parents):
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            raise RecipeError(
+                f"override `{override}`: `{'.'.join(parents[: i + 1])}` is a value, not a section"
+            )
+    node[leaf] = value
+
+
+def _describe(error: dict, source: str) -> str:
+    location = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{source}: unknown key `{location}`: {_nearest(location)}"
+    if error["type"] == "missing":
+        return f"{source}: `{location}` is required and was not given"
+    message = error["msg"].removeprefix("Value error, ")
+    where = f"`{location}`: " if location else ""
+    got = error.get("input")
+    shown = "" if isinstance(got, dict | BaseModel) else f" (got {got!r})"
+    return f"{source}: {where}{message}{shown}"
+
+
+def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
+    """Read a recipe and apply `section.field=value` overrides.
+
+    Raises:
+        RecipeError: with one line for every problem found.
+    """
+    path = Path(path)
+    tree = _read_yaml(path)
+    for override in overrides:
+        _apply_override(tree, override)
+    source = f"recipe {path}"
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        problems = [_describe(e, source) for e in error.errors(include_url=False)]
+        raise RecipeError("\n".join(problems)) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The whole resolved recipe as YAML, every default included; `load_recipe` reads it back."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=100)
+
+
+def check_model(recipe: Recipe) -> dict:
+    """Check the recipe against the model's config.json and return that config.
+
+    Raises:
+        RecipeError: the directory or a file is missing, or a size does not divide.
+    """
+    directory = Path(recipe.model.path)
+    if not directory.is_dir():
+        raise RecipeError(
+            f"model.path: {directory} is not a directory; give a Hugging Face model directory "
+            "(config.json, *.safetensors, tokenizer files)"
+        )
+    config_path = directory / "config.json"
+    try:
+        config = json.loads(config_path.read_text())
+    except FileNotFoundError:
+        raise RecipeError(f"model.path: {config_path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.path: {config_path} is not valid JSON: {error}") from None
+    if not list(directory.glob("*.safetensors")):
+        raise RecipeError(f"model.path: {directory} has no *.safetensors weights")
+    try:
+        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+        context = config["max_position_embeddings"]
+    except KeyError as error:
+        raise RecipeError(f"model.path: {config_path} has no {error}") from None
+    kv_heads = config.get("num_key_value_heads") or heads
+    problems = []
+    tensor, pipeline = recipe.actor.tensor_parallel, recipe.actor.pipeline_parallel
+    valid = [t for t in range(1, heads + 1) if heads % t == 0 and kv_heads % t == 0]
+    for field, size in (
+        ("actor.tensor_parallel", tensor),
+        ("rollout.tensor_parallel", recipe.rollout.tensor_parallel),
+    ):
+        if size not in valid:
+            problems.append(
+                f"{field}: {size} does not divide the model's {heads} attention heads and "
+                f"{kv_heads} key-value heads; allowed: {', '.join(map(str, valid))}"
+            )
+    if layers % pipeline:
+        allowed = [p for p in range(1, layers + 1) if layers % p == 0]
+        problems.append(
+            f"actor.pipeline_parallel: {pipeline} does not divide the model's {layers} layers; "
+            f"allowed: {', '.join(map(str, allowed))}"
+        )
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    if longest > context:
+        problems.append(
+            f"data.max_prompt_tokens ({recipe.data.max_prompt_tokens}) + "
+            f"rollout.max_response_tokens ({recipe.rollout.max_response_tokens}) = {longest} "
+            f"exceeds the model's context of {context} tokens"
+        )
+    if longest > recipe.actor.micro_batch_tokens:
+        problems.append(
+            f"actor.micro_batch_tokens ({recipe.actor.micro_batch_tokens}) is below the longest "
+            f"possible sequence ({longest} = data.max_prompt_tokens + "
+            "rollout.max_response_tokens): raise it"
+        )
+    if problems:
+        raise RecipeError("\n".join(problems))
+    return config
