@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = Field(description="Hugging Face model directory (config, weights, tokenizer)")
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
 class ProceduralConfig(Section):

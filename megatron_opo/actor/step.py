@@ -1,0 +1,293 @@
+"""The actor: scores a rollout and takes one optimizer step on it, in any parallel layout."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from megatron_opo.actor.logprobs import token_logprobs
+from megatron_opo.actor.loss import policy_gradient_loss, token_weights
+from megatron_opo.actor.model import build_model, output_weight
+from megatron_opo.actor.optimizer import build_optimizer, learning_rate
+from megatron_opo.actor.parallel import Parallel
+from megatron_opo.actor.schedule import plan_micro_batches
+from megatron_opo.batch import PackedBatch
+from megatron_opo.errors import OnPolicyError
+from megatron_opo.on_policy import check_agreement
+from megatron_opo.recipe import Recipe
+from megatron_opo.spmd import Driver
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences of one forward pass.
+
+    `rows` are the places [R] of the tokens to score; `places` [R] where these stand in the whole
+    rollout.
+    """
+
+    tokens: torch.Tensor
+    cu_seqlens: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+
+    def packed_seq_params(self) -> PackedSeqParams:
+        cu_seqlens = self.cu_seqlens.to(torch.int32)
+        longest = int(self.cu_seqlens.diff().max())
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+
+def make_micro_batch(batch: PackedBatch, sequences: list[int], multiple_of: int) -> MicroBatch:
+    """Pack the given sequences. Dummy tokens, as a sequence of their own and never scored, fill an
+    empty micro-batch and round the length up to `multiple_of` (sequence parallel splits it)."""
+    bounds = batch.cu_seqlens.tolist()
+    places = [torch.arange(bounds[i], bounds[i + 1]) for i in sequences]
+    place = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
+    cu_seqlens = [0]
+    for i in sequences:
+        cu_seqlens.append(cu_seqlens[-1] + bounds[i + 1] - bounds[i])
+    dummies = -len(place) % multiple_of if len(place) else multiple_of
+    if dummies:
+        cu_seqlens.append(cu_seqlens[-1] + dummies)
+    rows = batch.loss_mask[place].nonzero().squeeze(-1)
+    return MicroBatch(
+        tokens=torch.cat([batch.tokens[place].long(), torch.zeros(dummies, dtype=torch.int64)]),
+        cu_seqlens=torch.tensor(cu_seqlens),
+        rows=rows,
+        places=place[rows],
+    )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the actor thinks of each token of a rollout; [T] float32, 0 outside the loss mask."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+class Actor:
+    """The trained policy. `version` counts its optimizer steps.
+
+    All ranks construct it and call its methods together; rollouts are given, and results returned,
+    on rank 0 of `driver` only.
+    """
+
+    def __init__(self, recipe: Recipe, hf_config: dict, parallel: Parallel, driver: Driver):
+        self.recipe = recipe
+        self.hf_config = hf_config
+        self.parallel = parallel
+        self.driver = driver
+        self.version = 0
+        self.dtype = getattr(torch, recipe.model.dtype)
+        self.modules = build_model(hf_config, recipe.actor, recipe.model.dtype)
+        self.config = get_model_config(self.modules[0])
+        # Sums, not means: the loss weights already hold the global denominators.
+        self.config.calculate_per_token_loss = True
+        self.config.finalize_model_grads_func = _sum_model_grads
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=recipe.optimizer.distributed,
+            check_for_nan_in_grad=False,
+        )
+        self.model = [
+            DistributedDataParallel(self.config, ddp_config, module) for module in self.modules
+        ]
+        self.optimizer = build_optimizer(recipe.optimizer, self.model, self.dtype)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def weights_loaded(self) -> None:
+        """Call after the modules' parameters were overwritten: the optimizer keeps its own copy."""
+        self.optimizer.reload_model_params()
+
+    def score(self, batch: PackedBatch | None) -> Scores | None:
+        """Logprob and entropy of every loss token; no gradient."""
+        batch = self._share(batch)
+        scores = self._run(batch, forward_only=True)
+        return scores if self.driver.is_here else None
+
+    def update(self, batch: PackedBatch | None, version: int) -> dict[str, float]:
+        """One optimizer step on a rollout that was sampled by `version`; returns metrics.
+
+        Raises:
+            OnPolicyError: the rollout is not from the current policy (a second step on it, or a
+                stale one), or servers and actor disagree about its tokens; nothing is applied.
+        """
+        if version != self.version:
+            raise OnPolicyError(
+                f"the rollout was sampled by policy version {version} but the policy is at "
+                f"version {self.version}: exact on-policy training takes one optimizer step per "
+                "rollout, on the rollout of the current policy"
+            )
+        started = time.perf_counter()
+        rollout = batch
+        batch = self._share(batch)
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        scores = self._run(batch, forward_only=False)
+        metrics = self.driver.run(lambda: self._check(rollout, scores))
+        grad_norm = self._step()
+        if not self.driver.is_here:
+            return {}
+        seconds = time.perf_counter() - started
+        return metrics | {
+            "actor/grad_norm": grad_norm,
+            "actor/lr": self._learning_rate(self.version - 1),
+            "perf/update_tokens_per_second": batch.tokens.numel() / seconds,
+        }
+
+    def _learning_rate(self, step: int) -> float:
+        return learning_rate(step, self.recipe.optimizer, self.recipe.train.steps)
+
+    def _check(self, batch: PackedBatch, scores: Scores) -> dict[str, float]:
+        algorithm = self.recipe.algorithm
+        metrics = check_agreement(
+            batch,
+            scores.logprobs,
+            max_gap=algorithm.max_logprob_gap,
+            mean_gap=algorithm.mean_logprob_gap,
+        )
+        weights = self._token_weights(batch)
+        metrics["actor/pg_loss"] = -(weights * batch.advantages).double().sum().item()
+        metrics["actor/entropy"] = scores.entropy[batch.loss_mask].double().mean().item()
+        return metrics
+
+    def _step(self) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(self.version)
+        self.optimizer.prepare_grads()
+        if not torch.isfinite(torch.as_tensor(self.optimizer.get_grad_norm())):
+            raise OnPolicyError(
+                f"the gradient of step {self.version + 1} is not finite: nothing was applied"
+            )
+        succeeded, grad_norm, _ = self.optimizer.step()
+        assert succeeded, "the optimizer skipped a step although the gradient was finite"
+        self.version += 1
+        return float(grad_norm)
+
+    def _token_weights(self, batch: PackedBatch) -> torch.Tensor:
+        return token_weights(
+            batch, self.recipe.algorithm.loss_aggregation, self.recipe.rollout.max_response_tokens
+        )
+
+    def _share(self, batch: PackedBatch | None) -> PackedBatch:
+        """The rollout on every rank: what training needs of it."""
+        names = ("tokens", "loss_mask", "advantages", "cu_seqlens")
+        tensors = None
+        if batch is not None:
+            tensors = [getattr(batch, name) for name in names]
+            tensors[0] = tensors[0].to(torch.int32)
+        shared = dict(zip(names, self.driver.share(tensors), strict=True))
+        if batch is not None:
+            return replace(batch, **shared)
+        nothing = torch.zeros(0)
+        return PackedBatch(
+            **shared,
+            rollout_logprobs=nothing,
+            group_offsets=nothing,
+            rewards=nothing,
+            sample_ids=nothing,
+        )
+
+    def _run(self, batch: PackedBatch, *, forward_only: bool) -> Scores:
+        """All micro-batches of this rank; scores of the whole rollout (complete on rank 0)."""
+        parallel = self.parallel
+        plan = plan_micro_batches(
+            batch.sequence_lengths.tolist(),
+            parallel.dp_size,
+            self.recipe.actor.micro_batch_tokens,
+        )[parallel.dp_rank]
+        multiple = parallel.tp_size if self.config.sequence_parallel else 1
+        micro_batches = [make_micro_batch(batch, sequences, multiple) for sequences in plan]
+        weights = self._token_weights(batch)
+        scores = torch.zeros(2, batch.tokens.numel())
+        forward_step = partial(
+            self._forward_step, advantages=batch.advantages, weights=weights, scores=scores
+        )
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=self.model,
+            num_microbatches=len(micro_batches),
+            seq_length=self.recipe.actor.micro_batch_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        # Each token was written by one rank, so the sum is a gather.
+        dist.reduce(scores, 0, group=parallel.control)
+        return Scores(logprobs=scores[0], entropy=scores[1])
+
+    def _forward_step(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        model: torch.nn.Module,
+        *,
+        advantages: torch.Tensor,
+        weights: torch.Tensor,
+        scores: torch.Tensor,
+    ):
+        micro_batch = next(micro_batches)
+        device = self.parallel.device
+        tokens = micro_batch.tokens.to(device)
+        hidden = model(
+            input_ids=tokens[None],
+            position_ids=torch.arange(tokens.numel(), device=device)[None],
+            attention_mask=None,
+            packed_seq_params=micro_batch.packed_seq_params(),
+        )
+
+        def loss_function(hidden: torch.Tensor):
+            token_scores = self._score_rows(hidden, model, micro_batch, tokens)
+            places = micro_batch.places
+            if self.parallel.tp_rank == 0:
+                scores[0, places] = token_scores.logprobs.detach().cpu()
+                scores[1, places] = token_scores.entropy.cpu()
+            loss = policy_gradient_loss(
+                token_scores.logprobs,
+                advantages[places].to(device),
+                weights[places].to(device),
+            )
+            return loss, torch.zeros(1, dtype=torch.int, device=device), {}
+
+        return hidden, loss_function
+
+    def _score_rows(self, hidden, model, micro_batch: MicroBatch, tokens: torch.Tensor):
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False
+            )
+        rows = micro_batch.rows.to(tokens.device)
+        return token_logprobs(
+            hidden.squeeze(1)[rows - 1],
+            output_weight(model),
+            tokens[rows],
+            temperature=self.recipe.rollout.temperature,
+            vocab_size=self.hf_config["vocab_size"],
+            chunk_tokens=self.recipe.actor.logprob_chunk_tokens,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+
+def _sum_model_grads(model, num_tokens=None, **groups):
+    """Megatron would divide by its own count of tokens; the loss weights have done so."""
+    del num_tokens
+    finalize_model_grads(model, None, **groups)

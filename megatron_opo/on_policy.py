@@ -1,0 +1,63 @@
+"""Do the servers that sample and the actor that trains hold the same policy?
+
+Both give a logprob to every sampled token. On-policy they differ by rounding only; a larger gap
+means another temperature, stale weights, or a wrong weight map, and training on it would train on
+noise.
+"""
+
+import torch
+
+from megatron_opo.batch import PackedBatch
+from megatron_opo.errors import OnPolicyError
+
+
+def agreement_metrics(batch: PackedBatch, logprobs: torch.Tensor) -> dict[str, float]:
+    """Gap between the actor's `logprobs` [T] and the servers' over the loss tokens.
+
+    `on_policy/kl` is the mean of exp(d) - 1 - d with d = logp_actor - logp_server, an estimate of
+    KL(server || actor) that is never negative (k3, http://joschu.net/blog/kl-approx.html).
+    """
+    difference = (logprobs - batch.rollout_logprobs)[batch.loss_mask].double()
+    gap = difference.abs()
+    return {
+        "on_policy/logprob_gap_mean": gap.mean().item(),
+        "on_policy/logprob_gap_max": gap.max().item(),
+        "on_policy/equal_tokens": (gap == 0).double().mean().item(),
+        "on_policy/kl": (difference.expm1() - difference).mean().item(),
+    }
+
+
+def check_agreement(
+    batch: PackedBatch, logprobs: torch.Tensor, *, max_gap: float, mean_gap: float
+) -> dict[str, float]:
+    """Return `agreement_metrics`, or stop.
+
+    Raises:
+        OnPolicyError: a gap is past its bound or not a number; lists the tokens that differ most.
+    """
+    metrics = agreement_metrics(batch, logprobs)
+    largest, mean = metrics["on_policy/logprob_gap_max"], metrics["on_policy/logprob_gap_mean"]
+    if largest <= max_gap and mean <= mean_gap:
+        return metrics
+    raise OnPolicyError(
+        f"the actor and the rollout servers disagree on the sampled tokens: gap mean {mean:.3g} "
+        f"(allowed algorithm.mean_logprob_gap {mean_gap:g}), max {largest:.3g} (allowed "
+        f"algorithm.max_logprob_gap {max_gap:g}) nats. No update was made. The worst tokens:\n"
+        + _worst_tokens(batch, logprobs)
+        + "\nLikely causes: another temperature on one side, stale weights on a server, a weight "
+        "map that does not fit the model, or a dtype that is too coarse"
+    )
+
+
+def _worst_tokens(batch: PackedBatch, logprobs: torch.Tensor, count: int = 5) -> str:
+    gap = (logprobs - batch.rollout_logprobs).abs()
+    gap = torch.where(batch.loss_mask, gap, -1.0).nan_to_num(nan=torch.inf)
+    lines = []
+    for t in gap.topk(min(count, gap.numel())).indices.tolist():
+        sequence = int(torch.searchsorted(batch.cu_seqlens, t, right=True)) - 1
+        lines.append(
+            f"  sample {int(batch.sample_ids[sequence])}, position "
+            f"{t - int(batch.cu_seqlens[sequence])}, token {int(batch.tokens[t])}: actor "
+            f"{logprobs[t]:.5f}, server {batch.rollout_logprobs[t]:.5f}"
+        )
+    return "\n".join(lines)
