@@ -1,0 +1,76 @@
+"""Stand-ins that let Megatron-Core run where there is no CUDA. The one place for all of them.
+
+Megatron-Core asks for CUDA in three ways even when every tensor lives on the CPU: it creates
+tensors with device="cuda" (schedules, gradient clipping, optimizer), it compares `Tensor.type()`
+with "torch.cuda.*" (distributed optimizer), and it calls a few `torch.cuda` functions (pipeline
+sends, data-parallel buffers, checkpoints, activation recompute). Each gets the CPU's answer here.
+"""
+
+import threading
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_thread = threading.local()
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to:
+            args = tuple(torch.device("cpu") if _is_cuda(a) else a for a in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _Stream:
+    """What torch.cuda.current_stream answers: work on the CPU is done when the call returns."""
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def enable_cpu() -> bool:
+    """Make Megatron-Core usable on the CPU; returns whether the stand-ins are in place.
+
+    Does nothing where CUDA is available. Call it in every thread that runs Megatron (torch keeps
+    function modes per thread); calling it again is free.
+    """
+    if torch.cuda.is_available():
+        return False
+    if getattr(_thread, "mode", None) is None:
+        _replace_functions()
+        _thread.mode = _CudaMeansCpu()
+        _thread.mode.__enter__()
+    return True
+
+
+def _replace_functions() -> None:
+    from megatron.core.tensor_parallel import random
+
+    stream = _Stream()
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: stream
+    torch.cuda.default_stream = lambda device=None: stream
+    # Recompute saves and restores CUDA's random state beside the CPU's; there is none here.
+    random._get_cuda_rng_state = lambda *args, **kwargs: None
+    random._set_cuda_rng_state = lambda *args, **kwargs: None

@@ -1,0 +1,182 @@
+"""Process groups: torch.distributed, Megatron's parallel state and random numbers, in one call."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_opo.actor.cpu import enable_cpu
+from megatron_opo.errors import RecipeError, UnfitEnvironmentError
+from megatron_opo.recipe import ActorConfig
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Where this process stands in the layout.
+
+    Example, rank 3 of 8 with tensor_parallel 2 and pipeline_parallel 2: tp_rank 1 of 2,
+    dp_rank 1 of 2, pp_rank 0 of 2 (tensor ranks vary fastest, then data, then pipeline).
+    `control` is a gloo group over all ranks, for CPU tensors and Python objects on any backend.
+    """
+
+    world_size: int
+    rank: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    backend: str
+    control: dist.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+
+def data_parallel_size(actor: ActorConfig, world_size: int) -> int:
+    """How many replicas of the model `world_size` processes hold.
+
+    Raises:
+        RecipeError: the processes do not fit the layout.
+    """
+    tensor, pipeline, data = actor.tensor_parallel, actor.pipeline_parallel, actor.data_parallel
+    replica = tensor * pipeline
+    shape = f"actor.tensor_parallel {tensor} x actor.pipeline_parallel {pipeline}"
+    if data is not None and replica * data != world_size:
+        raise RecipeError(
+            f"{shape} x actor.data_parallel {data} = {replica * data} processes, but {world_size} "
+            f"were started: start {replica * data} (torchrun --nproc-per-node {replica * data} on "
+            "one machine), or set actor.data_parallel=null to take what is there"
+        )
+    if world_size % replica:
+        below = world_size // replica * replica
+        fitting = f"{below} or {below + replica}" if below else str(replica)
+        raise RecipeError(
+            f"{shape} = {replica} processes per replica of the model, which does not divide the "
+            f"{world_size} that were started: start {fitting} (torchrun --nproc-per-node)"
+        )
+    return world_size // replica
+
+
+def initialize(actor: ActorConfig, *, seed: int, timeout_s: float) -> Parallel:
+    """Join the job that torchrun (or srun) started, or be a job of one process without it.
+
+    Args:
+        seed: of every generator; the same on all ranks.
+        timeout_s: how long a collective waits for its peers before the job fails.
+
+    Raises:
+        RecipeError: the number of processes does not fit the layout.
+        UnfitEnvironmentError: the launcher's environment is incomplete, or a GPU is missing.
+    """
+    world_size, rank, local_rank = _launcher_environment()
+    data_parallel_size(actor, world_size)
+    on_cpu = enable_cpu()
+    if on_cpu:
+        device, backend = torch.device("cpu"), "gloo"
+    else:
+        device, backend = _cuda_device(local_rank), "nccl"
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_s)
+    alone = "RANK" not in os.environ
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        # A store in memory needs no port, so jobs of one process never collide.
+        store=dist.HashStore() if alone else None,
+        timeout=timeout,
+        device_id=None if on_cpu else device,
+    )
+    _initialize_megatron(actor, seed, timeout_s, on_cpu)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return _describe(device, backend, control)
+
+
+def shutdown() -> None:
+    """Leave the job; `initialize` may be called again."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _initialize_megatron(actor: ActorConfig, seed: int, timeout_s: float, on_cpu: bool) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=actor.tensor_parallel,
+        pipeline_model_parallel_size=actor.pipeline_parallel,
+        distributed_timeout_minutes=timeout_s / 60,
+    )
+    torch.manual_seed(seed)
+    # The inference tracker forks nothing: there is no CUDA generator to fork, and no dropout.
+    model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_cpu, force_reset_rng=True)
+
+
+def _launcher_environment() -> tuple[int, int, int]:
+    """World size, rank and local rank."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = [name for name in names if name in os.environ]
+    if "RANK" not in given and os.environ.get("WORLD_SIZE", "1") == "1":
+        return 1, 0, 0
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise UnfitEnvironmentError(
+            f"the environment has {', '.join(given)} but not {', '.join(missing)}: start the job "
+            "with torchrun (or export all four per rank), or unset them to run one process"
+        )
+    values = {}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ[name].isdigit():
+            raise UnfitEnvironmentError(
+                f"the environment variable {name} is {os.environ[name]!r}, not a whole number: "
+                "start the job with torchrun"
+            )
+        values[name] = int(os.environ[name])
+    rank, world_size = values["RANK"], values["WORLD_SIZE"]
+    if rank >= world_size:
+        raise UnfitEnvironmentError(
+            f"RANK is {rank} but WORLD_SIZE is {world_size}: ranks are 0 to {world_size - 1}"
+        )
+    return world_size, rank, int(os.environ.get("LOCAL_RANK", rank))
+
+
+def _cuda_device(local_rank: int) -> torch.device:
+    count = torch.cuda.device_count()
+    # srun may show each task only its own GPU.
+    if count > 1 and local_rank >= count:
+        raise UnfitEnvironmentError(
+            f"local rank {local_rank} has no GPU: this machine shows {count} "
+            "(check CUDA_VISIBLE_DEVICES, or start at most one process per GPU)"
+        )
+    return torch.device("cuda", local_rank if count > 1 else 0)
+
+
+def _describe(device: torch.device, backend: str, control: dist.ProcessGroup) -> Parallel:
+    from megatron.core import parallel_state as state
+
+    return Parallel(
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        tp_size=state.get_tensor_model_parallel_world_size(),
+        pp_rank=state.get_pipeline_model_parallel_rank(),
+        pp_size=state.get_pipeline_model_parallel_world_size(),
+        dp_rank=state.get_data_parallel_rank(),
+        dp_size=state.get_data_parallel_world_size(),
+        device=device,
+        backend=backend,
+        control=control,
+    )
