@@ -28,6 +28,10 @@ class OnPolicyError(OpoError):
     """Something that would make the update not exactly on-policy."""
 
 
+class TrainingError(OpoError):
+    """An update that must not be applied, such as one with a gradient that is not finite."""
+
+
 class WeightError(OpoError):
     """Weights that are missing, misshapen, non-finite, or differ from what they should be."""
 
@@ -38,3 +42,7 @@ class CheckpointError(OpoError):
 
 class UnfitEnvironmentError(OpoError):
     """An installed package or machine that this project cannot work with."""
+
+
+class LogError(OpoError):
+    """A run directory that cannot be written or read."""

@@ -1,0 +1,1 @@
+"""Watching a run: metrics, logs on disk and in the terminal, kept samples, and the report."""

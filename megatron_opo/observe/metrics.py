@@ -1,0 +1,134 @@
+"""Numbers that describe a rollout or an evaluation, under the names that verl users chart."""
+
+from itertools import pairwise
+from math import comb
+
+import torch
+
+from megatron_opo.batch import Group, PackedBatch
+
+CORRECT_REWARD = 1.0
+
+
+def rollout_metrics(groups: list[Group], batch: PackedBatch) -> dict[str, float]:
+    """Describe one scored rollout, `batch` being `pack(groups)` with its advantages set.
+
+    Rewards, advantages and baselines are those of the samples that train (the scorable ones);
+    lengths count every sample, since an unscorable one was sampled too. Lengths are in tokens.
+    Advantages are over tokens that carry loss, as in verl, so that OPO's mean is 0 up to
+    rounding: another value means that rewards and lengths got mixed up. The deviations
+    divide by the number of values, so a single value has 0.
+
+    Returns:
+        critic/rewards/{mean,max,min,std}, critic/advantages/{mean,max,min},
+        response_length/{mean,max,min,clip_ratio} (clip_ratio: share cut at the limit),
+        prompt_length/{mean,max,min} (one value a prompt), advantages/baseline_{mean,std} (over
+        groups), rollout/groups_all_equal (share of groups that give no signal), and the counts
+        rollout/{samples,tokens,unscorable,truncated}.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = torch.tensor([sample.length for sample in samples], dtype=torch.float64)
+    prompt_lengths = torch.tensor(
+        [len(group.prompt.token_ids) for group in groups], dtype=torch.float64
+    )
+    truncated = sum(sample.finish_reason == "length" for sample in samples)
+    rewards = batch.rewards.double()
+    trained = batch.advantages[batch.loss_mask].double()
+    baselines = length_weighted_baselines(batch)
+    metrics = {
+        **_spread("critic/rewards", rewards),
+        "critic/rewards/std": rewards.std(correction=0).item(),
+        **_spread("response_length", lengths),
+        "response_length/clip_ratio": truncated / len(samples),
+        **_spread("prompt_length", prompt_lengths),
+        "rollout/groups_all_equal": _share_all_equal(batch),
+        "rollout/samples": float(len(samples)),
+        "rollout/tokens": lengths.sum().item(),
+        "rollout/unscorable": float(sum(sample.reward is None for sample in samples)),
+        "rollout/truncated": float(truncated),
+    }
+    if trained.numel():
+        metrics |= _spread("critic/advantages", trained)
+    if baselines.numel():
+        metrics["advantages/baseline_mean"] = baselines.mean().item()
+        metrics["advantages/baseline_std"] = baselines.std(correction=0).item()
+    return metrics
+
+
+def length_weighted_baselines(batch: PackedBatch) -> torch.Tensor:
+    """[<=K] sum(length * reward) / sum(length) of each group that has a trained token."""
+    lengths = batch.response_lengths.double()
+    baselines = []
+    for start, end in _group_bounds(batch):
+        total = lengths[start:end].sum()
+        if total > 0:
+            baselines.append((lengths[start:end] * batch.rewards[start:end]).sum() / total)
+    return torch.stack(baselines) if baselines else torch.zeros(0, dtype=torch.float64)
+
+
+def eval_metrics(groups: list[Group]) -> dict[str, float]:
+    """Describe one evaluation of k samples a prompt.
+
+    A sample is correct when its reward is at least 1. An unscorable sample counts as wrong, with
+    reward 0, and is counted in eval/unscorable. Should prompts differ in their number of samples,
+    k is the smallest one. pass@j is the unbiased estimate 1 - C(n-c, j) / C(n, j) of the chance
+    that one of j samples is correct, from the c correct ones of a prompt's n.
+
+    Returns:
+        eval/avg@k (mean reward), eval/pass@j for j = 1, 2, 4, ... and k,
+        eval/response_length/{mean,max,min,clip_ratio} in tokens, and the counts
+        eval/{prompts,samples,unscorable}.
+
+    Raises:
+        ValueError: there is no sample.
+    """
+    if not groups or not all(group.samples for group in groups):
+        raise ValueError("an evaluation needs at least one sample of each of its prompts")
+    samples = [sample for group in groups for sample in group.samples]
+    k = min(len(group.samples) for group in groups)
+    tries = [1 << i for i in range(k.bit_length())]
+    metrics = {f"eval/avg@{k}": _mean([_mean_reward(group) for group in groups])}
+    for j in [*tries, k] if k not in tries else tries:
+        metrics[f"eval/pass@{j}"] = _mean([_pass_at(group, j) for group in groups])
+    lengths = torch.tensor([sample.length for sample in samples], dtype=torch.float64)
+    truncated = sum(sample.finish_reason == "length" for sample in samples)
+    return {
+        **metrics,
+        **_spread("eval/response_length", lengths),
+        "eval/response_length/clip_ratio": truncated / len(samples),
+        "eval/prompts": float(len(groups)),
+        "eval/samples": float(len(samples)),
+        "eval/unscorable": float(sum(sample.reward is None for sample in samples)),
+    }
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def _group_bounds(batch: PackedBatch) -> list[tuple[int, int]]:
+    return list(pairwise(batch.group_offsets.tolist()))
+
+
+def _share_all_equal(batch: PackedBatch) -> float:
+    rewards = batch.rewards.tolist()
+    bounds = _group_bounds(batch)
+    return sum(len(set(rewards[start:end])) < 2 for start, end in bounds) / len(bounds)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _mean_reward(group: Group) -> float:
+    return _mean([0.0 if s.reward is None else s.reward for s in group.samples])
+
+
+def _pass_at(group: Group, tries: int) -> float:
+    total = len(group.samples)
+    wrong = sum(s.reward is None or s.reward < CORRECT_REWARD for s in group.samples)
+    return 1 - comb(wrong, tries) / comb(total, tries)
