@@ -117,7 +117,7 @@ class Console:
             self.lines_since_header = 0
         self.line(step_line(step, metrics, seconds_left))
         self.lines_since_header += 1
-        self.steps_done = step + 1
+        self.steps_done = step
         if self.progress is not None:
             self.progress.update(self.run_task, completed=self.steps_done)
 
@@ -125,12 +125,13 @@ class Console:
         if self.quiet or self.rich is None:
             return
         if self.progress is None:
-            self._start_progress()
-        shown = f"step {self.steps_done} of {self.total_steps}"
+            self._add_progress()
+        shown = f"{self.steps_done} of {self.total_steps} steps"
         self.progress.update(self.run_task, description=shown)
         self.progress.reset(
             self.phase_task, description=name, total=None, completed=0, detail="", visible=True
         )
+        self.progress.start()
 
     def advance(self, done: float, total: float | None, detail: str) -> None:
         if self.progress is not None:
@@ -154,7 +155,7 @@ class Console:
         else:
             self.rich.print(text, style=style, markup=False, soft_wrap=True)
 
-    def _start_progress(self) -> None:
+    def _add_progress(self) -> None:
         self.progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -168,4 +169,3 @@ class Console:
         self.run_task = self.progress.add_task("", total=self.total_steps, detail="")
         self.progress.update(self.run_task, completed=self.steps_done)
         self.phase_task = self.progress.add_task("", total=None, detail="")
-        self.progress.start()

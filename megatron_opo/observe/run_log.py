@@ -1,7 +1,6 @@
 """Everything a run writes about itself, to its directory and to the terminal."""
 
 import json
-import math
 import time
 import uuid
 from collections import deque
@@ -42,9 +41,9 @@ class RunLog:
     tensorboard/                the metrics again
     run.log                     what the terminal showed, with times
 
-    Steps count from 0: step s trains policy version s, and the evaluation of version v has step
-    v (0 before training, `total_steps` at the end). Everything raises LogError when a file cannot
-    be written. Use it as a context manager, or call `close`.
+    Step s (1 to `total_steps`) is the update that makes policy version s; the evaluation of
+    version v has step v, 0 before training. Everything raises LogError when a file cannot be
+    written. Use it as a context manager, or call `close`.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class RunLog:
     ):
         """Start a log (`first_step` 0), or continue one.
 
-        `first_step` is the step that runs next. What an earlier process logged of it and of later
-        steps is dropped, since those steps run again; with 0 that is all of it.
+        `first_step` is the version training starts from, the number of steps already done. What
+        an earlier process logged past it is dropped, since that runs again; with 0 that is all.
 
         Raises:
             LogError: the directory cannot be written.
@@ -85,18 +84,14 @@ class RunLog:
         self.started = time.monotonic()
         with writing(self.run_path / "tensorboard"):
             self.tensorboard = SummaryWriter(
-                str(self.run_path / "tensorboard"), purge_step=first_step
+                str(self.run_path / "tensorboard"), purge_step=first_step + 1 if first_step else 0
             )
-        for record in kept:
-            # The purge also takes the evaluation of the version that trains next.
-            if record["step"] >= first_step:
-                self._to_tensorboard(record["step"], _metrics_of(record))
         self.wandb = None
         if wandb_project is not None:
             self.wandb = _start_wandb(self.run_path, wandb_project, recipe_text, first_step)
         self.console = Console(total_steps, quiet=quiet)
         self.console.steps_done = first_step
-        self._log(f"run {self.run_path} starts at step {first_step} of {total_steps}")
+        self._log(f"run {self.run_path} starts at version {first_step} of {total_steps}")
 
     def __enter__(self) -> "RunLog":
         return self
@@ -206,7 +201,7 @@ class RunLog:
         if spans < 1:
             return None
         mean = (self.step_ends[-1] - self.step_ends[0]) / spans
-        return max(0, self.total_steps - step - 1) * mean
+        return max(0, self.total_steps - step) * mean
 
     def _write(self, step: int, kind: Kind, metrics: dict[str, float]) -> None:
         values = {name: float(value) for name, value in metrics.items()}
@@ -236,35 +231,16 @@ class RunLog:
         append_text(self.log_path, "".join(f"{stamp}  {line}\n" for line in lines))
 
 
-def _metrics_of(record: dict[str, Any]) -> dict[str, float]:
-    fields = ("step", "kind", "time", "elapsed_s")
-    return {
-        name: math.nan if value is None else value
-        for name, value in record.items()
-        if name not in fields
-    }
-
-
-def _runs_again(step: int, kind: str, first_step: int) -> bool:
-    """Whether a run that continues at `first_step` produces this once more.
-
-    The evaluation at `first_step` came before that step, so it stands.
-    """
-    if first_step == 0:
-        return True
-    return step > first_step if kind == "eval" else step >= first_step
-
-
 def _drop_steps_that_run_again(run_path: Path, first_step: int) -> list[dict[str, Any]]:
     """Cut metrics.jsonl and samples/ back to `first_step`; return the metrics that stay."""
     path = run_path / "metrics.jsonl"
     records = read_metrics(run_path) if first_step else []
-    kept = [r for r in records if not _runs_again(r["step"], r["kind"], first_step)]
+    kept = [record for record in records if record["step"] <= first_step]
     if path.exists():
         replace_text(path, "".join(map(to_json_line, kept)))
     for kind in ("train", "eval"):
         for step, samples in list_samples(run_path, kind):
-            if _runs_again(step, kind, first_step):
+            if first_step == 0 or step > first_step:
                 with writing(samples):
                     samples.unlink()
     return kept
