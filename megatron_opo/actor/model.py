@@ -1,0 +1,248 @@
+"""The Megatron GPT model of a Hugging Face config."""
+
+import dataclasses
+import difflib
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_opo.actor.attention import PackedAttention
+from megatron_opo.actor.norm import RMSNorm
+from megatron_opo.errors import RecipeError
+from megatron_opo.recipe import ActorConfig
+from megatron_opo.weights.families import Architecture, read_architecture
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PackedGPTModel(GPTModel):
+    """A GPTModel over packed sequences whose last stage returns hidden states, never logits.
+
+    `hf_vocab_size` is the vocabulary without the rows that make it divisible by tensor_parallel.
+    """
+
+    hf_vocab_size: int
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+    ) -> torch.Tensor:
+        """Hidden states, after the final norm on the last pipeline stage.
+
+        Args:
+            input_ids: [1, T].
+            position_ids: unused; each sequence's positions count from 0, by its own length.
+            attention_mask: unused; causal within each sequence.
+            packed_seq_params: qkv_format "thd", cu_seqlens [N+1] int32 from 0 to T.
+
+        Returns:
+            [T, 1, H], or this rank's [T / tp, 1, H] under sequence parallelism (T must be a
+            multiple of tensor_parallel then).
+        """
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=input_ids, position_ids=None)
+        return self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary_angles(packed_seq_params),
+            packed_seq_params=packed_seq_params,
+        )
+
+    def _rotary_angles(self, packed: PackedSeqParams) -> torch.Tensor:
+        """[T, 1, 1, D]: one row per token, which Megatron applies in one go; given a table by
+        position it would go through the sequences one by one."""
+        cu_seqlens = packed.cu_seqlens_q
+        total = int(cu_seqlens[-1])
+        starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=total)
+        positions = torch.arange(total, device=cu_seqlens.device) - starts
+        table = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
+        return table.index_select(0, positions)
+
+
+def build_model(hf_config: dict[str, Any], actor: ActorConfig, dtype: str) -> list[PackedGPTModel]:
+    """This rank's part of the model, one module per virtual pipeline chunk (today always one).
+
+    Parameters are not initialised: `weights.load_hf` fills them.
+
+    Raises:
+        RecipeError: the config, the layout or a transformer_config field cannot work.
+    """
+    architecture = read_architecture(hf_config)
+    config = transformer_config(hf_config, actor, dtype)
+    rank, stages = parallel_state.get_pipeline_model_parallel_rank(), actor.pipeline_parallel
+    model = PackedGPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config),
+        vocab_size=padded_vocab(architecture.vocab, actor.tensor_parallel),
+        max_sequence_length=architecture.max_positions,
+        pre_process=rank == 0,
+        post_process=rank == stages - 1,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,
+    )
+    model.hf_vocab_size = architecture.vocab
+    return [model]
+
+
+def padded_vocab(vocab: int, tensor_parallel: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks; those past `vocab` are zero."""
+    return -(-vocab // tensor_parallel) * tensor_parallel
+
+
+def output_weight(model: PackedGPTModel) -> torch.Tensor:
+    """[V_padded / tp, H]: the rows of the output layer on this rank; last pipeline stage only."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def transformer_config(
+    hf_config: dict[str, Any], actor: ActorConfig, dtype: str
+) -> TransformerConfig:
+    """Megatron's config for this model, layout and dtype, with `actor.transformer_config` on top.
+
+    Raises:
+        RecipeError: unknown or reserved fields, sizes that do not divide, or a combination that
+            Megatron refuses.
+    """
+    architecture = read_architecture(hf_config)
+    if dtype not in DTYPES:
+        raise RecipeError(f"model.dtype: {dtype!r}; allowed: {', '.join(DTYPES)}")
+    _check_layout(architecture, actor)
+    fixed = _fixed_fields(architecture, actor, DTYPES[dtype])
+    _check_extra(actor.transformer_config, fixed)
+    fields = {**_default_fields(actor), **fixed, **actor.transformer_config}
+    try:
+        return TransformerConfig(**fields)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise RecipeError(
+            f"actor.transformer_config: Megatron-Core refuses {actor.transformer_config}: {error}"
+        ) from error
+
+
+def _fixed_fields(
+    architecture: Architecture, actor: ActorConfig, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What the model, the layout and exactness decide; a recipe cannot override these."""
+    return {
+        "num_layers": architecture.layers,
+        "hidden_size": architecture.hidden,
+        "ffn_hidden_size": architecture.ffn,
+        "num_attention_heads": architecture.heads,
+        "num_query_groups": architecture.kv_heads,
+        "kv_channels": architecture.head_dim,
+        "layernorm_epsilon": architecture.norm_eps,
+        "qk_layernorm": architecture.family.qk_norm,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tensor_model_parallel_size": actor.tensor_parallel,
+        "pipeline_model_parallel_size": actor.pipeline_parallel,
+        "sequence_parallel": actor.sequence_parallel,
+        "variable_seq_lengths": True,
+        "perform_initialization": False,
+        # Our angles are one row per token; the fused kernel wants a table by position.
+        "apply_rope_fusion": False,
+    }
+
+
+def _default_fields(actor: ActorConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "gradient_accumulation_fusion": _has_fused_gradient_accumulation(),
+        "persist_layer_norm": False,
+        # Megatron demands this one with variable_seq_lengths, also without experts.
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if actor.recompute == "full":
+        fields |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return fields
+
+
+def _has_fused_gradient_accumulation() -> bool:
+    return torch.cuda.is_available() and (
+        importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    )
+
+
+def _check_layout(architecture: Architecture, actor: ActorConfig) -> None:
+    problems = []
+    tensor, pipeline = actor.tensor_parallel, actor.pipeline_parallel
+    for size, what in (
+        (architecture.heads, "attention heads"),
+        (architecture.kv_heads, "key-value heads"),
+        (architecture.ffn, "MLP channels (intermediate_size)"),
+    ):
+        if size % tensor:
+            problems.append(f"actor.tensor_parallel: {tensor} does not divide the {size} {what}")
+    if architecture.layers % pipeline:
+        problems.append(
+            f"actor.pipeline_parallel: {pipeline} does not divide the {architecture.layers} layers"
+        )
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def _check_extra(extra: dict[str, Any], fixed: dict[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
+    problems = []
+    for name in extra:
+        if name in fixed:
+            problems.append(
+                f"actor.transformer_config.{name}: set by the model or by another field of the "
+                "recipe (actor.tensor_parallel, actor.sequence_parallel, model.dtype, ...); drop it"
+            )
+        elif name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"did you mean `{close[0]}`?" if close else "see Megatron's TransformerConfig"
+            problems.append(
+                f"actor.transformer_config.{name}: TransformerConfig has no such field; {hint}"
+            )
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
+    if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+    )

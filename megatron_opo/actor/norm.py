@@ -1,0 +1,26 @@
+"""RMSNorm for the layer spec that works without Transformer Engine or Apex."""
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RMSNorm(torch.nn.Module):
+    """Normalises the last dimension in float32 and scales in the input's dtype.
+
+    That is the order in which the Hugging Face models round, so bfloat16 agrees too. The weight
+    says whether its input is split by sequence parallelism: Megatron then sums its gradient over
+    tensor-parallel ranks, which is why torch's own module cannot be used.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(hidden.dtype)
