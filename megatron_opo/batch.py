@@ -148,7 +148,9 @@ def pack(groups: list[Group]) -> PackedBatch:
         group_offsets.append(len(rewards))
     if not rewards:
         reasons = {s.reward_error for g in groups for s in g.samples}
-        raise ValueError(f"none of the {position} samples could be scored: {sorted(map(str, reasons))}")
+        raise ValueError(
+            f"none of the {position} samples could be scored: {sorted(map(str, reasons))}"
+        )
     return PackedBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         loss_mask=torch.tensor(mask, dtype=torch.bool),

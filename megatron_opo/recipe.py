@@ -187,6 +187,10 @@ class EvalConfig(Section):
     temperature: NonNegativeFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
+    @property
+    def runs(self) -> bool:
+        return bool(self.every or self.at_start or self.at_end)
+
 
 class CheckpointConfig(Section):
     every: NonNegativeInt = Field(default=0, description="steps between checkpoints; 0: at end")
@@ -240,25 +244,21 @@ class Recipe(Section):
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
         if actor.data_parallel and samples < actor.data_parallel:
             problems.append(
-                f"actor.data_parallel is {actor.data_parallel} but a step has only {samples} samples "
-                f"(rollout.prompts_per_step {rollout.prompts_per_step} x samples_per_prompt "
-                f"{rollout.samples_per_prompt}): each data-parallel rank needs at least one"
+                f"actor.data_parallel is {actor.data_parallel} but a step has only {samples} "
+                f"samples (rollout.prompts_per_step {rollout.prompts_per_step} x "
+                f"rollout.samples_per_prompt {rollout.samples_per_prompt}): each data-parallel rank needs at least one"
             )
-        if (self.eval.every or self.eval.at_start) and self.data.eval is None:
-            if "eval" in self.model_fields_set:
-                problems.append(
-                    "eval is configured but data.eval names no dataset: add data.eval, or set "
-                    "eval.every=0, eval.at_start=false and eval.at_end=false"
-                )
+        if self.data.eval is None and self.eval != EvalConfig() and self.eval.runs:
+            problems.append(
+                "eval is configured but data.eval names no dataset: add data.eval, or set "
+                "eval.every=0, eval.at_start=false and eval.at_end=false"
+            )
         if self.optimizer.schedule != "constant" and self.optimizer.warmup_steps > self.train.steps:
             problems.append(
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds train.steps "
                 f"({self.train.steps}): the learning rate would never decay"
             )
-        unknown = set(self.run_dir.replace("{name}", "").split()) and (
-            "{" in self.run_dir.replace("{name}", "")
-        )
-        if unknown:
+        if set("{}") & set(self.run_dir.replace("{name}", "")):
             problems.append(f"run_dir is {self.run_dir!r}: only {{name}} may stand in braces")
         if problems:
             raise ValueError("; ".join(problems))

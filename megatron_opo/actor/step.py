@@ -16,15 +16,15 @@ from megatron.core.distributed import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
+from megatron_opo.actor.model import build_model, output_weight
 
 from megatron_opo.actor.logprobs import token_logprobs
 from megatron_opo.actor.loss import policy_gradient_loss, token_weights
-from megatron_opo.actor.model import build_model, output_weight
 from megatron_opo.actor.optimizer import build_optimizer, learning_rate
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.schedule import plan_micro_batches
 from megatron_opo.batch import PackedBatch
-from megatron_opo.errors import OnPolicyError
+from megatron_opo.errors import OnPolicyError, TrainingError
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
 from megatron_opo.spmd import Driver
@@ -176,7 +176,7 @@ class Actor:
             group["lr"] = self._learning_rate(self.version)
         self.optimizer.prepare_grads()
         if not torch.isfinite(torch.as_tensor(self.optimizer.get_grad_norm())):
-            raise OnPolicyError(
+            raise TrainingError(
                 f"the gradient of step {self.version + 1} is not finite: nothing was applied"
             )
         succeeded, grad_norm, _ = self.optimizer.step()

@@ -1,0 +1,174 @@
+"""Checkpoints of a run: Megatron's sharded format for weights and optimizer, JSON for the rest.
+
+A checkpoint is written into `step_N.partial`, and renamed to `step_N` when every rank is done; so a
+directory with the final name is complete. It loads under another tensor, pipeline or data layout.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megatron_opo.actor.step import Actor
+from megatron_opo.errors import CheckpointError
+from megatron_opo.recipe import Recipe, dump_recipe
+from megatron_opo.spmd import Driver
+
+STATE_FILE = "state.json"
+# The form of the optimizer state that loads under any layout.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    directory: Path
+    version: int
+    cursor: dict[str, Any]
+
+
+def latest_checkpoint(run_path: Path) -> Checkpoint | None:
+    """The newest complete checkpoint of a run.
+
+    Raises:
+        CheckpointError: its state file cannot be read.
+    """
+    found = _complete(run_path / "checkpoints")
+    if not found:
+        return None
+    directory = found[-1]
+    try:
+        state = json.loads((directory / STATE_FILE).read_text())
+        return Checkpoint(directory, version=state["version"], cursor=state["cursor"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {directory}: {STATE_FILE} cannot be used "
+            f"({type(error).__name__}: {error}); move the directory away to resume from "
+            "the one before it"
+        ) from None
+
+
+def _complete(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    steps = {
+        int(match[1]): path
+        for path in root.iterdir()
+        if (match := re.fullmatch(r"step_(\d+)", path.name)) and (path / STATE_FILE).exists()
+    }
+    return [steps[step] for step in sorted(steps)]
+
+
+def save_checkpoint(
+    actor: Actor, recipe: Recipe, driver: Driver, cursor_state: Callable[[], dict[str, Any]]
+) -> None:
+    """Write `checkpoints/step_N` of the run, then drop all but the newest `checkpoint.keep`."""
+    root = recipe.run_path / "checkpoints"
+    final = root / f"step_{actor.version}"
+    partial = root / f"step_{actor.version}.partial"
+
+    def prepare() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def finish() -> None:
+        state = {
+            "version": actor.version,
+            "cursor": cursor_state(),
+            "recipe": dump_recipe(recipe),
+        }
+        with open(partial / STATE_FILE, "w") as file:
+            json.dump(state, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        for old in _complete(root)[: -recipe.checkpoint.keep]:
+            shutil.rmtree(old)
+
+    try:
+        driver.run(prepare)
+        dist_checkpointing.save(
+            _sharded_state(actor, is_loading=False), str(partial), content_metadata=_METADATA
+        )
+        dist.barrier(group=actor.parallel.control)
+        driver.run(finish)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {partial}: cannot be written ({error.strerror or error}); earlier "
+            "checkpoints are untouched. Free space there or change run_dir, and start again"
+        ) from error
+
+
+def load_checkpoint(actor: Actor, directory: Path) -> None:
+    """Restore weights, optimizer state and version, whatever layout they were saved under.
+
+    Raises:
+        CheckpointError: the files are damaged or belong to another model.
+    """
+    state = json.loads((directory / STATE_FILE).read_text())
+    _initialize_optimizer_state(actor)
+    try:
+        loaded = dist_checkpointing.load(_sharded_state(actor, is_loading=True), str(directory))
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {directory} cannot be loaded ({type(error).__name__}: {error}); if it is "
+            "damaged, move the directory away to resume from the one before it"
+        ) from error
+    for i, module in enumerate(actor.modules):
+        module.load_state_dict(loaded[f"model{i}"], strict=True)
+    actor.optimizer.load_state_dict(loaded["optimizer"])
+    actor.version = state["version"]
+    _set_step_count(actor)
+
+
+def _sharded_state(actor: Actor, *, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for i, module in enumerate(actor.modules):
+        state[f"model{i}"] = module.sharded_state_dict(metadata=_METADATA)
+    models = state["model0"] if len(actor.modules) == 1 else state
+    state["optimizer"] = actor.optimizer.sharded_state_dict(
+        models, is_loading=is_loading, metadata=_METADATA
+    )
+    return state
+
+
+def _torch_optimizers(actor: Actor) -> list[torch.optim.Optimizer]:
+    optimizer = actor.optimizer
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part.optimizer for part in parts]
+
+
+def _initialize_optimizer_state(actor: Actor) -> None:
+    """Megatron loads into existing state, which Adam creates only in its first step."""
+    for optimizer in _torch_optimizers(actor):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter.data),
+                    "exp_avg_sq": torch.zeros_like(parameter.data),
+                }
+
+
+def _set_step_count(actor: Actor) -> None:
+    """One optimizer step per version, so the count that Adam's bias correction needs is known."""
+    for optimizer in _torch_optimizers(actor):
+        for group in optimizer.param_groups:
+            if "step" in group:
+                group["step"] = actor.version
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if torch.is_tensor(state.get("step")):
+                    state["step"].fill_(actor.version)
+                else:
+                    state["step"] = torch.tensor(float(actor.version))

@@ -1,0 +1,139 @@
+"""The command `megatron-opo`."""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from megatron_opo import __version__
+from megatron_opo.errors import OpoError, RecipeError
+from megatron_opo.recipe import Recipe, check_model, dump_recipe, load_recipe
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, run, and exit; errors meant for the user are shown without a traceback."""
+    options = _parser().parse_args(arguments)
+    try:
+        code = options.run(options)
+    except OpoError as error:
+        _show_error(error)
+        code = EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-opo", description="Exact on-policy RL on Megatron-Core and SGLang"
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-opo {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="run a recipe", description="Run a recipe.")
+    train.add_argument("recipe", type=Path, help="YAML file, e.g. recipes/quickstart_cpu.yaml")
+    train.add_argument(
+        "overrides", nargs="*", metavar="section.field=value", help="changes to the recipe"
+    )
+    train.add_argument(
+        "--print", action="store_true", dest="print_only", help="show the resolved recipe and stop"
+    )
+    train.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start anew; an earlier run of this name is moved aside, not deleted",
+    )
+    train.set_defaults(run=_train)
+
+    report = commands.add_parser("report", help="write report.html of a run")
+    report.add_argument("run", type=Path, help="run directory, e.g. runs/quickstart_cpu")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from megatron_opo.environment import check_environment
+    from megatron_opo.launch import run_ranks, started_by_launcher
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    if options.print_only:
+        print(dump_recipe(recipe), end="")
+        return 0
+    if started_by_launcher():
+        return _train_rank(recipe)
+    check_environment()
+    check_model(recipe)
+    _prepare_run_directory(recipe, options.fresh)
+    world_size = recipe.model_parallel_size * (
+        recipe.actor.data_parallel or _local_replicas(recipe.model_parallel_size)
+    )
+    if world_size == 1:
+        return _train_rank(recipe)
+    arguments = ["train", str(options.recipe), *options.overrides]
+    return run_ranks(arguments, world_size, recipe.run_path / "logs")
+
+
+def _local_replicas(model_parallel_size: int) -> int:
+    """As many as this machine's GPUs hold; one on a CPU."""
+    import torch
+
+    return max(1, torch.cuda.device_count() // model_parallel_size)
+
+
+def _train_rank(recipe: Recipe) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\b")
+    from megatron_opo.actor.parallel import initialize, shutdown
+    from megatron_opo.spmd import DriverFailed
+    from megatron_opo.train import train
+
+    try:
+        parallel = initialize(recipe.actor, seed=recipe.seed)
+        train(recipe, parallel)
+    except DriverFailed:
+        return EXIT_USER_ERROR
+    except OpoError as error:
+        if rank == 0:
+            raise
+        _show_error(error)
+        return EXIT_USER_ERROR
+    shutdown()
+    return 0
+
+
+def _prepare_run_directory(recipe: Recipe, fresh: bool) -> None:
+    run_path = recipe.run_path
+    if not run_path.exists():
+        return
+    has_checkpoint = any((run_path / "checkpoints").glob("step_*/state.json"))
+    if fresh:
+        aside = run_path.with_name(f"{run_path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        shutil.move(run_path, aside)
+        print(f"moved the earlier run to {aside}")
+    elif not has_checkpoint and (run_path / "metrics.jsonl").exists():
+        raise RecipeError(
+            f"run_dir {run_path} holds an earlier run that left no checkpoint to resume from: add "
+            "--fresh to move it aside and start anew, or choose another name= or run_dir="
+        )
+
+
+def _report(options: argparse.Namespace) -> int:
+    from megatron_opo.observe.report import write_report
+
+    if not (options.run / "metrics.jsonl").exists():
+        raise RecipeError(f"{options.run} is not a run: it has no metrics.jsonl")
+    print(write_report(options.run))
+    return 0
+
+
+def _show_error(error: OpoError) -> None:
+    print(f"error: {error}", file=sys.stderr)

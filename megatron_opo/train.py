@@ -1,0 +1,156 @@
+"""The training loop: prompt -> rollout -> reward -> advantage -> update -> sync, and again.
+
+`train` runs on every rank. Rank 0 also drives: `desk` holds what only one process may own (prompt
+cursor, servers, reward workers, log) and is None elsewhere; `driver.run` is how a stage of rank 0
+stands in the common program.
+"""
+
+from collections import deque
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from megatron_opo.actor.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_opo.actor.parallel import Parallel
+from megatron_opo.actor.step import Actor
+from megatron_opo.advantages import group_advantages_
+from megatron_opo.batch import Group, PackedBatch, pack
+from megatron_opo.desk import Desk, open_desk
+from megatron_opo.observe.metrics import eval_metrics, rollout_metrics
+from megatron_opo.observe.report import write_report
+from megatron_opo.on_policy import check_agreement
+from megatron_opo.recipe import Recipe, check_model
+from megatron_opo.spmd import Driver
+from megatron_opo.weights import export_hf, load_hf, save_hf
+
+
+def train(recipe: Recipe, parallel: Parallel) -> None:
+    """Run the recipe from its newest checkpoint, or from the model directory, to its last step."""
+    driver = Driver(parallel.rank, parallel.control)
+    hf_config = check_model(recipe)
+    checkpoint = latest_checkpoint(recipe.run_path)
+    first_step = checkpoint.version if checkpoint else 0
+    cursor_state = checkpoint.cursor if checkpoint else None
+    desk = driver.run(lambda: open_desk(recipe, hf_config, first_step, cursor_state))
+    try:
+        actor = Actor(recipe, hf_config, parallel, driver)
+        load_hf(actor.modules, Path(recipe.model.path), hf_config)
+        actor.weights_loaded()
+        if checkpoint:
+            load_checkpoint(actor, checkpoint.directory)
+        driver.run(lambda: desk.wait_until_ready())
+        if actor.version > 0:
+            sync(actor, desk, driver)
+        check_probe(actor, desk, driver)
+        if recipe.eval.at_start and actor.version == 0:
+            driver.run(lambda: evaluate(desk, version=0))
+
+        while (step := actor.version) < recipe.train.steps:
+            batch = driver.run(lambda: collect(desk, version=step))
+            with phase(desk, "update"):
+                metrics = actor.update(batch, version=step)
+            metrics |= sync(actor, desk, driver)
+            driver.run(lambda: log_step(desk, batch, metrics, version=step))  # noqa: B023
+            done = actor.version == recipe.train.steps
+            if is_due(recipe.eval.every, actor.version) or (done and recipe.eval.at_end):
+                driver.run(lambda: evaluate(desk, version=actor.version))
+            if is_due(recipe.checkpoint.every, actor.version) or done:
+                with phase(desk, "checkpoint"):
+                    save_checkpoint(actor, recipe, driver, lambda: desk.cursor.state())
+
+        if recipe.checkpoint.export_hf:
+            with phase(desk, "export"):
+                export(actor, recipe, driver)
+        driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
+    finally:
+        if desk:
+            desk.close()
+
+
+def collect(desk: Desk, version: int) -> PackedBatch:
+    """Sample a group of responses to each of the next prompts, score them, set advantages."""
+    prompts = desk.cursor.next(desk.recipe.rollout.prompts_per_step)
+    with desk.log.phase("generate"):
+        groups = desk.generate(prompts, version)
+    with desk.log.phase("reward"):
+        desk.groups = desk.score(groups)
+    with desk.log.phase("advantage"):
+        batch = pack(desk.groups)
+        group_advantages_(batch, desk.recipe.algorithm.estimator)
+    return batch
+
+
+def sync(actor: Actor, desk: Desk | None, driver: Driver) -> dict[str, float]:
+    """Give the servers the actor's weights as its version."""
+    weights = export_hf(actor.modules, actor.hf_config, actor.dtype)
+
+    def send() -> dict[str, float]:
+        with desk.log.phase("sync"):
+            stats = desk.rollout.sync(weights, version=actor.version)
+        return {"sync/seconds": stats.seconds, "sync/bytes": stats.bytes}
+
+    return driver.run(send, meanwhile=lambda: deque(weights, maxlen=0)) or {}
+
+
+def evaluate(desk: Desk, version: int) -> None:
+    """Sample the held-out prompts; avg@k and pass@k."""
+    if desk.eval_prompts is None:
+        return
+    with desk.log.phase("eval"):
+        groups = desk.score(desk.generate_eval(version))
+    desk.log.samples(version, groups, None, kind="eval")
+    desk.log.eval(version, eval_metrics(groups))
+
+
+def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version: int) -> None:
+    metrics = rollout_metrics(desk.groups, batch) | desk.rollout_stats() | metrics
+    advantages = torch.full((sum(len(g.samples) for g in desk.groups),), torch.nan)
+    first_tokens = batch.cu_seqlens[1:] - 1
+    advantages[batch.sample_ids] = batch.advantages[first_tokens]
+    desk.log.samples(version + 1, desk.groups, _per_group(advantages, desk.groups))
+    desk.log.step(version + 1, metrics)
+
+
+def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
+    return [part.tolist() for part in values.split([len(g.samples) for g in groups])]
+
+
+def check_probe(actor: Actor, desk: Desk | None, driver: Driver) -> None:
+    """Before anything is trained: do servers and actor give a text the same logprobs?"""
+    batch = driver.run(lambda: desk.probe(actor.version))
+    scores = actor.score(batch)
+
+    def compare() -> None:
+        temperature = desk.recipe.rollout.temperature
+        algorithm = desk.recipe.algorithm
+        metrics = check_agreement(
+            batch,
+            scores.logprobs,
+            max_gap=algorithm.max_logprob_gap,
+            mean_gap=algorithm.mean_logprob_gap,
+        )
+        desk.log.note(
+            f"servers and actor agree on {int(batch.loss_mask.sum())} probe tokens at temperature "
+            f"{temperature:g}: logprob gap max {metrics['on_policy/logprob_gap_max']:.2g}"
+        )
+
+    driver.run(compare)
+
+
+def export(actor: Actor, recipe: Recipe, driver: Driver) -> None:
+    """Write the policy as a Hugging Face model directory."""
+    weights = export_hf(actor.modules, actor.hf_config, actor.dtype)
+    target = recipe.run_path / "hf"
+    driver.run(
+        lambda: save_hf(target, weights, source=Path(recipe.model.path)),
+        meanwhile=lambda: deque(weights, maxlen=0),
+    )
+
+
+def phase(desk: Desk | None, name: str):
+    return desk.log.phase(name) if desk else nullcontext()
+
+
+def is_due(every: int, version: int) -> bool:
+    return every > 0 and version % every == 0

@@ -1,0 +1,201 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_opo.errors import RecipeError
+from megatron_opo.recipe import check_model, dump_recipe, field_paths, load_recipe
+
+MINIMAL = """
+name: demo
+model: {path: models/demo}
+data:
+  train: {files: [train.jsonl]}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def message(path, *overrides) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_overrides_reach_their_fields_and_are_typed(write):
+    recipe = load_recipe(
+        write(MINIMAL),
+        ["rollout.samples_per_prompt=16", "optimizer.lr=2e-6", "data.eval={files: [eval.jsonl]}"],
+    )
+    assert recipe.rollout.samples_per_prompt == 16
+    assert recipe.optimizer.lr == 2e-6
+    assert recipe.data.eval.files == ("eval.jsonl",)
+
+
+def test_scientific_notation_in_yaml_is_a_number_although_pyyaml_reads_a_string(write):
+    assert yaml.safe_load("1e-6") == "1e-6"
+    assert load_recipe(write(MINIMAL + "optimizer: {lr: 1e-6}\n")).optimizer.lr == 1e-6
+
+
+def test_the_printed_recipe_shows_every_field_and_reads_back_equal(write, tmp_path):
+    recipe = load_recipe(write(MINIMAL))
+    text = dump_recipe(recipe)
+    tree = yaml.safe_load(text)
+    for path in field_paths():
+        node = tree
+        for part in path.split("."):
+            if node is None:
+                break
+            assert part in node, path
+            node = node[part]
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    assert load_recipe(again) == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.sample_per_prompt=4", "did you mean `rollout.samples_per_prompt`?"),
+        ("rolout.temperature=1", "did you mean `rollout"),
+        ("lr=1e-6", "did you mean `optimizer.lr`?"),
+        ("actor.ppo_epochs=2", "one optimizer step per rollout"),
+        ("actor.entropy_coeff=0.01", "no entropy bonus"),
+        ("rollout.n=8", "rollout.samples_per_prompt"),
+        ("rollout.samples_per_prompt=-1", "`rollout.samples_per_prompt`"),
+        ("rollout.samples_per_prompt=1", "greater than or equal to 2"),
+        ("rollout.prompts_per_step=0", "greater than 0"),
+        ("rollout.prompts_per_step=many", "valid integer"),
+        ("rollout.temperature=0", "greater than 0"),
+        ("rollout.temperature=.nan", "finite"),
+        ("rollout.top_p=0.9", "a truncated sampler draws from another distribution"),
+        ("rollout.top_k=50", "a truncated sampler"),
+        ("rollout.min_p=0.1", "a truncated sampler"),
+        ("optimizer.lr=-1", "greater than or equal to 0"),
+        ("optimizer.min_lr=1", "above `lr`"),
+        ("algorithm.estimator=gae", "'opo'"),
+        ("algorithm.loss_aggregation=mean", "token-mean"),
+        ("actor.sequence_parallel=true", "raise tensor_parallel"),
+        ("actor.data_parallel=100000", "each data-parallel rank needs at least one"),
+        ("data.train={}", "exactly one source"),
+        ("eval.every=5", "data.eval names no dataset"),
+        ("run_dir=runs/{nme}", "only {name}"),
+        ("name=a/b", "name"),
+        ("model.path.x=1", "is a value, not a section"),
+        ("rollout.temperature", "section.field=value"),
+        ("train.steps=[", "not valid YAML"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(write, override, expected):
+    text = message(write(MINIMAL), override)
+    assert expected in text
+    assert "recipe" in text or "override" in text
+
+
+def test_all_mistakes_are_reported_at_once(write):
+    text = message(write(MINIMAL), "rollout.prompts_per_step=0", "optimizer.lr=x", "trian.steps=1")
+    assert len(text.splitlines()) == 3
+    assert "did you mean `train" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[]", "must be a mapping"),
+        ("a: [", "not valid YAML"),
+        ("name: x\nname: y\n", "stands twice"),
+        ("name: x\n", "`model` is required"),
+        ("? [a]\n: b\n", "recipe"),
+    ],
+)
+def test_a_broken_file_is_a_clear_error(write, text, expected):
+    assert expected in message(write(text))
+
+
+def test_a_missing_file_is_a_clear_error(tmp_path):
+    assert "no such file" in message(tmp_path / "nowhere.yaml")
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=200), override=st.text(max_size=40))
+def test_whatever_the_file_holds_only_recipe_errors_reach_the_user(
+    tmp_path_factory, text, override
+):
+    path = tmp_path_factory.mktemp("fuzz") / "recipe.yaml"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    with pytest.raises(RecipeError):
+        load_recipe(path, [override])
+
+
+CONFIG = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": 10,
+}
+
+
+@pytest.fixture
+def model_recipe(write, tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    path = write(
+        MINIMAL.replace("models/demo", str(directory)).replace(
+            "data:", "data:\n  max_prompt_tokens: 32"
+        )
+    )
+    return lambda *overrides: load_recipe(path, ["rollout.max_response_tokens=32", *overrides])
+
+
+def test_a_fitting_model_passes(model_recipe):
+    assert (
+        check_model(model_recipe("actor.tensor_parallel=2", "actor.pipeline_parallel=2")) == CONFIG
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["actor.tensor_parallel=3"], "6 attention heads and 2 key-value heads; allowed: 1, 2"),
+        (["rollout.tensor_parallel=6"], "rollout.tensor_parallel: 6 does not divide"),
+        (["actor.pipeline_parallel=3"], "does not divide the model's 4 layers; allowed: 1, 2, 4"),
+        (["rollout.max_response_tokens=33"], "= 65 exceeds the model's context of 64"),
+        (["actor.micro_batch_tokens=63"], "below the longest possible sequence (64"),
+        (["model.path=nowhere"], "is not a directory"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model_are_refused(model_recipe, overrides, expected):
+    with pytest.raises(RecipeError, match=None) as caught:
+        check_model(model_recipe(*overrides))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("breakage", "expected"),
+    [
+        (lambda d: (d / "config.json").unlink(), "config.json does not exist"),
+        (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+        (lambda d: (d / "config.json").write_text("{}"), "has no 'num_attention_heads'"),
+        (lambda d: (d / "model.safetensors").unlink(), "has no *.safetensors weights"),
+    ],
+)
+def test_a_broken_model_directory_is_refused(model_recipe, tmp_path, breakage, expected):
+    recipe = model_recipe()
+    breakage(tmp_path / "model")
+    with pytest.raises(RecipeError) as caught:
+        check_model(recipe)
+    assert expected in str(caught.value)
