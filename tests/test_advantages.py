@@ -101,7 +101,7 @@ def test_token_advantages_cover_the_response_only_and_skip_unscorable_members():
     batch.advantages.fill_(99)
     group_advantages_(batch)
     # Group a: the unscorable member counts neither in numerator nor denominator, b = 1/4.
-    a = [0, 0, 0, 0.75] + [0, 0, 0, -0.25, -0.25, -0.25]
+    a = [0, 0, 0, 0.75, 0, 0, 0, -0.25, -0.25, -0.25]
     b = [0] * (2 + 2 + 2 + 4)
     assert batch.advantages.tolist() == a + b
     assert batch.sample_ids.tolist() == [0, 2, 3, 4]

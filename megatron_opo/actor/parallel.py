@@ -11,6 +11,8 @@ from megatron_opo.actor.cpu import enable_cpu
 from megatron_opo.errors import RecipeError, UnfitEnvironmentError
 from megatron_opo.recipe import ActorConfig
 
+CONTROL_TIMEOUT = timedelta(days=7)
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -67,12 +69,13 @@ def data_parallel_size(actor: ActorConfig, world_size: int) -> int:
     return world_size // replica
 
 
-def initialize(actor: ActorConfig, *, seed: int, timeout_s: float) -> Parallel:
+def initialize(actor: ActorConfig, *, seed: int, timeout_s: float = 1800.0) -> Parallel:
     """Join the job that torchrun (or srun) started, or be a job of one process without it.
 
     Args:
         seed: of every generator; the same on all ranks.
-        timeout_s: how long a collective waits for its peers before the job fails.
+        timeout_s: how long a collective of the model waits for its peers before the job fails.
+            The control group waits for generation, however long that takes.
 
     Raises:
         RecipeError: the number of processes does not fit the layout.
@@ -98,7 +101,7 @@ def initialize(actor: ActorConfig, *, seed: int, timeout_s: float) -> Parallel:
         device_id=None if on_cpu else device,
     )
     _initialize_megatron(actor, seed, timeout_s, on_cpu)
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     return _describe(device, backend, control)
 
 

@@ -266,7 +266,7 @@ class Actor:
                 advantages[places].to(device),
                 weights[places].to(device),
             )
-            return loss, torch.zeros(1, dtype=torch.int, device=device), {}
+            return loss, torch.zeros((), dtype=torch.int, device=device), {}
 
         return hidden, loss_function
 
@@ -278,7 +278,7 @@ class Actor:
         rows = micro_batch.rows.to(tokens.device)
         return token_logprobs(
             hidden.squeeze(1)[rows - 1],
-            output_weight(model),
+            output_weight(model.module),
             tokens[rows],
             temperature=self.recipe.rollout.temperature,
             vocab_size=self.hf_config["vocab_size"],

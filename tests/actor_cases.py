@@ -1,0 +1,92 @@
+"""A small rollout on a tiny model, trained by the actor in any layout; run inside the ranks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_opo.batch import Group, PackedBatch, Prompt, Sample, pack
+
+RECIPE = """
+name: layouts
+run_dir: {run_dir}
+model: {{path: {model}, dtype: float32}}
+rollout: {{max_response_tokens: 64, temperature: 0.8}}
+actor: {{micro_batch_tokens: 128, logprob_chunk_tokens: 16}}
+data: {{max_prompt_tokens: 32, train: {{files: [unused.jsonl]}}}}
+optimizer: {{lr: 1e-3, eps: 1e-4, weight_decay: 0.1}}
+algorithm: {{max_logprob_gap: 100, mean_logprob_gap: 100}}
+train: {{steps: 3}}
+"""
+
+
+def make_rollout(vocab_size: int, seed: int = 0) -> PackedBatch:
+    """Ragged groups; one response of a single token; advantages as OPO sets them."""
+    from megatron_opo.advantages import group_advantages_
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, vocab_size, (count,), generator=generator).tolist())
+
+    groups = []
+    for k, lengths in enumerate([(1, 9, 30), (12, 12), (5, 40, 2, 17)]):
+        prompt = Prompt(str(k), ids(4 + 3 * k), "", "test", None)
+        samples = [
+            Sample(str(k), i, ids(n), (-1.0,) * n, (0,) * n, "stop", "", reward=float(i % 2))
+            for i, n in enumerate(lengths)
+        ]
+        groups.append(Group(prompt, tuple(samples)))
+    batch = pack(groups)
+    group_advantages_(batch)
+    return batch
+
+
+def open_actor(model: str, run_dir: str, overrides: list[str]):
+    from megatron_opo.actor.parallel import initialize
+    from megatron_opo.actor.step import Actor
+    from megatron_opo.recipe import load_recipe
+    from megatron_opo.spmd import Driver
+    from megatron_opo.weights import load_hf
+
+    directory = Path(run_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "recipe.yaml"
+    path.write_text(RECIPE.format(model=model, run_dir=run_dir))
+    recipe = load_recipe(path, overrides)
+    parallel = initialize(recipe.actor, seed=0)
+    hf_config = json.loads((Path(model) / "config.json").read_text())
+    actor = Actor(recipe, hf_config, parallel, Driver(parallel.rank, parallel.control))
+    load_hf(actor.modules, Path(model), hf_config)
+    actor.weights_loaded()
+    return actor
+
+
+def exported(actor) -> dict[str, torch.Tensor]:
+    from megatron_opo.weights import export_hf
+
+    return {
+        name: tensor.clone()
+        for name, tensor in export_hf(actor.modules, actor.hf_config, actor.dtype)
+    }
+
+
+def train_two_steps(model: str, run_dir: str, overrides: list[str], order: list[int] | None = None):
+    """Scores, metrics of two updates and the final weights; on rank 0."""
+    actor = open_actor(model, run_dir, overrides)
+    here = actor.driver.is_here
+    result = {"metrics": []}
+    for step in range(2):
+        batch = make_rollout(actor.hf_config["vocab_size"], seed=step) if here else None
+        if here and order is not None:
+            batch = batch.select(order)
+        scores = actor.score(batch)
+        if here:
+            result["scores"] = [scores.logprobs, scores.entropy]
+            batch = replace(batch, rollout_logprobs=scores.logprobs)
+        metrics = actor.update(batch, version=step)
+        if here:
+            result["metrics"].append(metrics)
+    weights = exported(actor)
+    return result | {"weights": weights} if here else None
