@@ -1,0 +1,20 @@
+"""SGLang servers: launched, sampled from, and given new weights."""
+
+from megatron_opo.rollout.client import Rollout, RolloutStats
+from megatron_opo.rollout.server import (
+    Server,
+    close_servers,
+    launch_servers,
+    wait_healthy,
+)
+from megatron_opo.rollout.sync import SyncStats
+
+__all__ = [
+    "Rollout",
+    "RolloutStats",
+    "Server",
+    "SyncStats",
+    "close_servers",
+    "launch_servers",
+    "wait_healthy",
+]

@@ -1,0 +1,341 @@
+"""The trainer's side of the servers: sample groups, score texts, replace weights."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from megatron_opo.batch import Group, Prompt, Sample
+from megatron_opo.errors import OnPolicyError, ServerError
+from megatron_opo.recipe import ModelConfig, RolloutConfig, SyncConfig
+from megatron_opo.rollout.answers import (
+    BadAnswerError,
+    check_ids,
+    read_prefill_logprobs,
+    read_samples,
+    sampling_request,
+)
+from megatron_opo.rollout.server import Server, close_servers
+from megatron_opo.rollout.sync import SyncStats, Weights, WeightSync
+from megatron_opo.rollout.wire import call, no_answer, open_session, shorten
+
+FIRST_BACKOFF_S = 0.25
+LONGEST_BACKOFF_S = 10.0
+ABORT_TIMEOUT_S = 10.0
+
+OnSample = Callable[[Sample], None]
+
+
+@dataclass
+class RolloutStats:
+    """Of the latest `generate`: requests sent, those that were repeats, and what came of them."""
+
+    requests: int = 0
+    retries: int = 0
+    samples: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    seconds: float = 0.0
+
+
+class RetryableError(Exception):
+    """A request that failed in a way another attempt may not."""
+
+
+class Rollout:
+    """A pool of servers that hold the same weights.
+
+    Launched servers start with the model directory's weights as version 0. What servers given by
+    rollout.urls hold is unknown, so `needs_sync` is true until the first `sync`.
+
+    Methods block; use it from one thread. Its servers must answer already (`wait_healthy`).
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        rollout: RolloutConfig,
+        sync: SyncConfig,
+        model: ModelConfig,
+        *,
+        disk_dir: Path,
+    ):
+        """`disk_dir` is where sync.transport "disk" puts weights; the servers must see it too."""
+        config = json.loads((Path(model.path) / "config.json").read_text())
+        kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        self.servers = list(servers)
+        self.stats = RolloutStats()
+        self.needs_sync = not all(server.launched for server in servers)
+        self._config = rollout
+        self._vocab_size = int(config["vocab_size"])
+        self._sync = WeightSync(
+            sync, model, kv_heads, rollout.request_timeout_s, disk_dir
+        )
+        self._in_flight: dict[str, int] = {}
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples_per_prompt: int,
+        version: int,
+        temperature: float,
+        max_response_tokens: int,
+        top_p: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        on_sample: OnSample | None = None,
+        require_version: bool = True,
+    ) -> list[Group]:
+        """Sample every prompt; groups in the order of `prompts`, each with all of its samples.
+
+        Args:
+            version: the weights that every token must come from, unless `require_version` is
+                false.
+            on_sample: called with each sample as its group arrives.
+
+        Raises:
+            OnPolicyError: other weights sampled a token, or the last sync did not complete.
+            ServerError: a prompt failed on every attempt.
+            DataError: a prompt is empty or has ids outside the model's vocabulary.
+        """
+        self._refuse_unknown_weights()
+        for prompt in prompts:
+            check_ids(prompt.token_ids, self._vocab_size, f"prompt {prompt.id}")
+        self.stats = RolloutStats()
+        start = time.monotonic()
+        wanted = version if require_version else None
+
+        def read(answer: Any, prompt: Prompt, server: Server) -> tuple[Sample, ...]:
+            return read_samples(
+                answer,
+                prompt,
+                count=samples_per_prompt,
+                vocab_size=self._vocab_size,
+                server=server.url,
+                version=wanted,
+            )
+
+        def body(prompt: Prompt) -> dict[str, Any]:
+            return sampling_request(
+                prompt,
+                count=samples_per_prompt,
+                temperature=temperature,
+                top_p=top_p,
+                max_response_tokens=max_response_tokens,
+                stop_token_ids=tuple(stop_token_ids),
+            )
+
+        async def sample(session: aiohttp.ClientSession, prompt: Prompt) -> Group:
+            samples = await self._ask(
+                session,
+                body(prompt),
+                lambda answer, server: read(answer, prompt, server),
+                samples_per_prompt,
+                f"prompt {prompt.id}",
+            )
+            self._count(prompt, samples)
+            if on_sample is not None:
+                for one in samples:
+                    on_sample(one)
+            return Group(prompt, samples)
+
+        groups = asyncio.run(self._for_each(prompts, sample, samples_per_prompt))
+        self.stats.seconds = time.monotonic() - start
+        return groups
+
+    def score_tokens(
+        self, sequences: Sequence[Sequence[int]], *, server: int = 0
+    ) -> list[list[float]]:
+        """Logprobs that one server gives to fixed texts, computed by prefill.
+
+        The server ignores any sampling temperature here: compare with the trainer's logprobs at
+        temperature 1.
+
+        Returns:
+            For each sequence of n ids the n - 1 logprobs of its second to last id.
+
+        Raises:
+            ServerError, DataError, OnPolicyError: as `generate`.
+        """
+        self._refuse_unknown_weights()
+        for i, sequence in enumerate(sequences):
+            check_ids(sequence, self._vocab_size, f"sequence {i}")
+
+        async def score(
+            session: aiohttp.ClientSession, ids: Sequence[int]
+        ) -> list[float]:
+            body = {
+                "input_ids": list(ids),
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+            return await self._ask(
+                session,
+                body,
+                lambda answer, _: read_prefill_logprobs(answer, list(ids)),
+                1,
+                "a text to be scored",
+                [self.servers[server]],
+            )
+
+        return asyncio.run(self._for_each(sequences, score, 1))
+
+    def sync(self, weights: Weights, version: int) -> SyncStats:
+        """Give all servers these weights and call them `version`.
+
+        Sampling stops first and resumes only when every server holds every tensor, the checksums
+        agree (sync.verify) and all report `version`. After any error `generate` refuses until a
+        later sync succeeds.
+
+        Args:
+            weights: Hugging Face names and whole tensors. Not read to its end after an error.
+
+        Raises:
+            WeightError: a tensor is not finite, or a server holds something else than was sent.
+            ServerError: a server refuses a step, dies, or does not answer in time.
+        """
+        self.needs_sync = True
+        stats = asyncio.run(self._sync.update(self.servers, weights, version))
+        self.needs_sync = False
+        return stats
+
+    def close(self) -> None:
+        """Stop the servers that were launched; those given by URL keep running."""
+        close_servers(self.servers)
+
+    def _refuse_unknown_weights(self) -> None:
+        if self.needs_sync:
+            raise OnPolicyError(
+                "the servers' weights are unknown: they were given by rollout.urls and never "
+                "synced, or the last sync did not complete. Nothing is sampled until a sync "
+                "succeeds"
+            )
+
+    def _count(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
+        self.stats.samples += len(samples)
+        self.stats.prompt_tokens += len(prompt.token_ids)
+        self.stats.response_tokens += sum(sample.length for sample in samples)
+
+    async def _for_each(
+        self, items: Sequence[Any], work, samples_each: int
+    ) -> list[Any]:
+        """`work(session, item)` for all items, as many at once as the recipe allows."""
+        self._in_flight = {server.url: 0 for server in self.servers}
+        room = asyncio.Semaphore(
+            max(1, self._config.max_concurrent_requests // samples_each)
+        )
+
+        async def bounded(session: aiohttp.ClientSession, item: Any) -> Any:
+            async with room:
+                return await work(session, item)
+
+        async with open_session() as session:
+            tasks = [asyncio.create_task(bounded(session, item)) for item in items]
+            try:
+                return list(await asyncio.gather(*tasks))
+            except BaseException:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._abort_requests(session)
+                raise
+
+    async def _abort_requests(self, session: aiohttp.ClientSession) -> None:
+        """Free the servers from requests whose answers nobody waits for."""
+        await asyncio.gather(
+            *(
+                call(
+                    session,
+                    server,
+                    "/abort_request",
+                    {"rid": "", "abort_all": True},
+                    timeout_s=ABORT_TIMEOUT_S,
+                )
+                for server in self.servers
+            ),
+            return_exceptions=True,
+        )
+
+    async def _ask(
+        self,
+        session: aiohttp.ClientSession,
+        body: dict[str, Any],
+        read: Callable[[Any, Server], Any],
+        weight: int,
+        what: str,
+        servers: Sequence[Server] | None = None,
+    ) -> Any:
+        """POST /generate until an attempt gives a usable answer, on another server if there is one.
+
+        Args:
+            weight: samples it asks for, to balance the servers by.
+        """
+        servers = self.servers if servers is None else servers
+        attempts = self._config.retries + 1
+        failures: list[str] = []
+        avoid: set[str] = set()
+        for attempt in range(attempts):
+            server = self._choose(servers, avoid)
+            self._in_flight[server.url] += weight
+            self.stats.requests += 1
+            try:
+                return read(await self._post(session, server, body), server)
+            except (RetryableError, BadAnswerError) as error:
+                failures.append(f"{server.name} ({server.url}): {error}")
+                avoid.add(server.url)
+            finally:
+                self._in_flight[server.url] -= weight
+            if attempt + 1 < attempts:
+                self.stats.retries += 1
+                await asyncio.sleep(
+                    min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2**attempt)
+                )
+        raise ServerError(
+            f"{what} got no usable answer in {attempts} attempts (rollout.retries "
+            f"{self._config.retries}):\n" + "\n".join(failures)
+        )
+
+    def _choose(self, servers: Sequence[Server], avoid: set[str]) -> Server:
+        """The least busy living server, one that has not failed this request if possible.
+
+        Raises:
+            ServerError: every server has exited.
+        """
+        alive = [server for server in servers if server.exit_code is None]
+        if not alive:
+            raise ServerError("\n".join(server.describe_exit() for server in servers))
+        fresh = [server for server in alive if server.url not in avoid]
+        return min(fresh or alive, key=lambda server: self._in_flight[server.url])
+
+    async def _post(
+        self, session: aiohttp.ClientSession, server: Server, body: dict[str, Any]
+    ) -> Any:
+        timeout_s = self._config.request_timeout_s
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with session.post(
+                server.url + "/generate", json=body, timeout=timeout
+            ) as got:
+                text, status = await got.text(), got.status
+        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
+            raise RetryableError(
+                no_answer(server, "/generate", error, timeout_s)
+            ) from None
+        if status >= 500 or status in (408, 429):
+            raise RetryableError(f"status {status}: {shorten(text)}")
+        if status != 200:
+            # The request itself is at fault; no other attempt would do better.
+            raise ServerError(
+                f"{server.name} ({server.url}) refused a request with status {status}: "
+                f"{shorten(text)}"
+            )
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise RetryableError(f"not JSON: {shorten(text)!r}") from None

@@ -1,0 +1,323 @@
+"""SGLang servers as processes: launch, wait until they answer, and never leave one behind."""
+
+import asyncio
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from megatron_opo.errors import ServerError
+from megatron_opo.recipe import ModelConfig, RolloutConfig
+
+STOP_GRACE_S = 10.0
+HEALTH_ANSWER_S = 30.0
+
+# Set by torchrun or srun for the trainer; a server that inherits them would look for the
+# trainer's rendezvous instead of making its own.
+TRAINER_ENVIRONMENT = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
+# Runs in the child before SGLang: the kernel kills it when the trainer dies, however it dies.
+# The parent is checked after the request, as it may have died in between. SGLang asks the same
+# for its own children, so the whole tree follows.
+BOUND_TO_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the trainer died before its server started")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One SGLang server. `process` and `log` are None for a server given by rollout.urls."""
+
+    name: str
+    url: str
+    process: subprocess.Popen | None = None
+    log: Path | None = None
+    owner: int = field(default_factory=os.getpid)
+
+    @property
+    def launched(self) -> bool:
+        return self.process is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, and for a server that this program did not launch."""
+        return self.process.poll() if self.process else None
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines of its log, or an empty string."""
+        if self.log is None or not self.log.is_file():
+            return ""
+        with self.log.open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - 20_000))
+            text = stream.read().decode(errors="replace")
+        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+    def describe_exit(self) -> str:
+        return (
+            f"{self.name} ({self.url}) exited with code {self.exit_code}; the last lines of its "
+            f"log {self.log}:\n{self.log_tail()}"
+        )
+
+    def close(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Stop the whole process group; a second call does nothing."""
+        # A forked child inherits the atexit handler, but the server is not its own to stop.
+        if self.process is None or self.owner != os.getpid():
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def close_servers(servers: Sequence[Server], grace_s: float = STOP_GRACE_S) -> None:
+    """Stop all of them within one grace period."""
+    for server in servers:
+        if server.process is not None and server.owner == os.getpid():
+            with suppress(ProcessLookupError):
+                os.killpg(server.process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for server in servers:
+        server.close(max(0.0, deadline - time.monotonic()))
+
+
+def launch_servers(
+    rollout: RolloutConfig, model: ModelConfig, log_dir: Path, device: str
+) -> list[Server]:
+    """Start the servers of a recipe and return at once; `wait_healthy` waits for them.
+
+    Call it from a thread that lives as long as the servers shall: Linux ties a child's life to
+    the thread that started it.
+
+    Args:
+        log_dir: each server's output goes to server_<i>.log in it.
+        device: "cpu", or "cuda" with `rollout.tensor_parallel` devices for each server.
+
+    Raises:
+        ServerError: the model directory does not exist, or a port is taken.
+    """
+    if rollout.urls:
+        return [
+            Server(name=f"server {i}", url=url.rstrip("/"))
+            for i, url in enumerate(rollout.urls)
+        ]
+    if not (Path(model.path) / "config.json").is_file():
+        raise ServerError(
+            f"model.path: {model.path} has no config.json, so no server can be started; give a "
+            "Hugging Face model directory (config.json, *.safetensors, tokenizer files)"
+        )
+    log_dir.mkdir(parents=True, exist_ok=True)
+    servers: list[Server] = []
+    # Held open until all are chosen, so that two servers never get the same free port.
+    held = [_claim_port(rollout, i) for i in range(rollout.servers)]
+    ports = [claim.getsockname()[1] for claim in held]
+    for claim in held:
+        claim.close()
+    for i, port in enumerate(ports):
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        command += command_line(server_options(rollout, model, device, i, port))
+        log = log_dir / f"server_{i}.log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-c",
+                    BOUND_TO_PARENT,
+                    str(os.getpid()),
+                    *command,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=server_environment(rollout, device),
+                start_new_session=True,
+            )
+        server = Server(f"server {i}", f"http://{rollout.host}:{port}", process, log)
+        atexit.register(server.close)
+        servers.append(server)
+    return servers
+
+
+def _claim_port(rollout: RolloutConfig, index: int) -> socket.socket:
+    port = rollout.port + index if rollout.port else 0
+    claim = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # As the server does: a port that only lingers after its last owner counts as free.
+    claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        claim.bind((rollout.host, port))
+    except OSError as error:
+        claim.close()
+        raise ServerError(
+            f"server {index}: cannot listen on {rollout.host}:{port}: {error.strerror}. "
+            "Stop what uses the port, or choose another with rollout.port (0: a free one)"
+        ) from None
+    return claim
+
+
+def server_options(
+    rollout: RolloutConfig, model: ModelConfig, device: str, index: int, port: int
+) -> dict[str, Any]:
+    """SGLang's options for one server; `rollout.server_args` has the last word."""
+    options: dict[str, Any] = {
+        "model_path": model.path,
+        "dtype": model.dtype,
+        "host": rollout.host,
+        "port": port,
+        "tp_size": rollout.tensor_parallel,
+        "weight_version": "0",
+        "sleep_on_idle": True,
+        "skip_server_warmup": True,
+    }
+    if device == "cpu":
+        options |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "cuda_graph_backend_decode": "disabled",
+            "cuda_graph_backend_prefill": "disabled",
+            # Left alone, SGLang reserves most of the machine's memory for its cache.
+            "max_total_tokens": 65_536,
+            "max_running_requests": 256,
+        }
+    else:
+        options["base_gpu_id"] = index * rollout.tensor_parallel
+    return options | rollout.server_args
+
+
+def command_line(options: dict[str, Any]) -> list[str]:
+    """{"max_total_tokens": 9, "sleep_on_idle": True} -> --max-total-tokens 9 --sleep-on-idle.
+
+    False and None leave an option out; a list or a tuple gives it several values.
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [str(v) for v in values]
+    return words
+
+
+def server_environment(rollout: RolloutConfig, device: str) -> dict[str, str]:
+    """The environment of a server: the trainer's without its rendezvous, and server_env."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TRAINER_ENVIRONMENT and not name.startswith(TRAINER_PREFIXES)
+    }
+    if device == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = range(rollout.tensor_parallel)
+        environment |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
+                str(cores[r % len(cores)]) for r in ranks
+            ),
+            "OMP_NUM_THREADS": "1",
+        }
+    return environment | rollout.server_env
+
+
+def wait_healthy(
+    servers: Sequence[Server],
+    timeout_s: float,
+    on_wait: Callable[[Server, float, str], None] | None = None,
+) -> None:
+    """Return when every server answers.
+
+    Args:
+        on_wait: called about once a second for each server that does not answer yet, with the
+            seconds waited so far and the last line of its log.
+
+    Raises:
+        ServerError: a server exited, or did not answer within `timeout_s` seconds.
+    """
+    asyncio.run(_wait_healthy(servers, timeout_s, on_wait))
+
+
+async def _wait_healthy(servers, timeout_s, on_wait) -> None:
+    start = time.monotonic()
+    async with aiohttp.ClientSession() as session:
+        polls = {
+            asyncio.create_task(_poll(session, server)): server for server in servers
+        }
+        waiting = set(polls)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+                seconds = time.monotonic() - start
+                for task in waiting:
+                    server = polls[task]
+                    if seconds > timeout_s:
+                        raise ServerError(_too_slow(server, timeout_s))
+                    if on_wait is not None:
+                        on_wait(server, seconds, server.log_tail(1))
+        finally:
+            for task in polls:
+                task.cancel()
+            await asyncio.gather(*polls, return_exceptions=True)
+
+
+async def _poll(session: aiohttp.ClientSession, server: Server) -> None:
+    # /health samples a token, which a server that an earlier trainer left paused cannot do;
+    # such a server is of use all the same, as the first weight update resumes it.
+    path = "/health" if server.launched else "/model_info"
+    timeout = aiohttp.ClientTimeout(total=HEALTH_ANSWER_S)
+    while True:
+        if server.exit_code is not None:
+            raise ServerError(server.describe_exit())
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with session.get(server.url + path, timeout=timeout) as answer:
+                if answer.status == 200 and server.exit_code is None:
+                    return
+        await asyncio.sleep(0.3)
+
+
+def _too_slow(server: Server, timeout_s: float) -> str:
+    if not server.launched:
+        return (
+            f"{server.name} ({server.url}) did not answer within {timeout_s:.0f} s; check that it "
+            "runs and that rollout.urls names it rightly, or raise rollout.start_timeout_s"
+        )
+    return (
+        f"{server.name} ({server.url}) still runs but did not become healthy within "
+        f"{timeout_s:.0f} s; raise rollout.start_timeout_s if it only needs longer. The last "
+        f"lines of its log {server.log}:\n{server.log_tail()}"
+    )
