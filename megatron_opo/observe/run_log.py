@@ -25,8 +25,8 @@ from megatron_opo.observe.files import (
 )
 from megatron_opo.observe.samples import Kind, finite, list_samples, write_samples
 
-# Phases that stand between steps and are not part of a step's time.
-BETWEEN_STEPS = ("eval", "checkpoint")
+# The phase a step begins with; those before it (start-up, evaluation, checkpoints) lie between.
+FIRST_PHASE = "generate"
 STEPS_FOR_ESTIMATE = 20
 
 
@@ -70,7 +70,8 @@ class RunLog:
         self.run_path = Path(run_path)
         self.total_steps = total_steps
         self.samples_per_step = samples_per_step
-        self.seconds: dict[str, float] = {}
+        self.seconds_in_step: dict[str, float] = {}
+        self.seconds_between: dict[str, float] = {}
         self.step_start: float | None = None
         self.step_ends: deque[float] = deque(maxlen=STEPS_FOR_ESTIMATE + 1)
         with writing(self.run_path):
@@ -110,10 +111,11 @@ class RunLog:
     def phase(self, name: str) -> Iterator[None]:
         """Show `name` as going on, and add its seconds to timing_s/`name` of the step.
 
-        The train loop's are generate, reward, update, sync, eval and checkpoint.
+        A step begins with its phase generate. What goes on between two steps (checkpoint) is
+        logged with the later one, eval with its evaluation.
         """
         start = time.monotonic()
-        if self.step_start is None and name not in BETWEEN_STEPS:
+        if self.step_start is None and name == FIRST_PHASE:
             self.step_start = start
             if not self.step_ends:
                 self.step_ends.append(start)
@@ -122,12 +124,14 @@ class RunLog:
             yield
         finally:
             self.console.end_phase()
+            in_step = self.step_start is not None
+            seconds = self.seconds_in_step if in_step else self.seconds_between
             key = f"timing_s/{name}"
-            self.seconds[key] = self.seconds.get(key, 0.0) + time.monotonic() - start
+            seconds[key] = seconds.get(key, 0.0) + time.monotonic() - start
 
     def advance(self, done: float, total: float | None, detail: str = "") -> None:
-        """Move the bar of the current phase; `total` None when it is unknown."""
-        self.console.advance(done, total, detail)
+        """Move the bar of the current phase; `total` None or 0 when it is unknown."""
+        self.console.advance(done, total or None, detail)
 
     def summary(self, rows: list[tuple[str, str]]) -> None:
         """Show and log what is about to run: (label, value) rows."""
@@ -146,16 +150,17 @@ class RunLog:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Log a training step and print its line.
 
-        Adds timing_s/step (from the step's first phase to now, evaluation and checkpoints between
-        steps left out) and timing_s/PHASE; a value given in `metrics` goes before a measured one.
+        Adds timing_s/step (from the start of its phase generate to now) and timing_s/PHASE; a
+        value given in `metrics` goes before a measured one.
         """
         now = time.monotonic()
-        timing, self.seconds = self.seconds, {}
+        timing = {**self.seconds_between, **self.seconds_in_step}
+        self.seconds_between, self.seconds_in_step = {}, {}
         if self.step_start is not None:
             timing["timing_s/step"] = now - self.step_start
         self.step_start = None
         self.step_ends.append(now)
-        metrics = {**metrics, **{k: v for k, v in timing.items() if k not in metrics}}
+        metrics = {**timing, **metrics}
         left = self._seconds_left(step)
         self.console.step(step, metrics, left)
         self._log(step_line(step, metrics, left))
@@ -163,7 +168,7 @@ class RunLog:
 
     def eval(self, step: int, metrics: dict[str, float]) -> None:
         """Log the evaluation of policy version `step`; adds timing_s/eval."""
-        seconds = self.seconds.pop("timing_s/eval", None)
+        seconds = self.seconds_between.pop("timing_s/eval", None)
         if seconds is not None:
             metrics = {**metrics, "timing_s/eval": seconds}
         shown = [f"{k.removeprefix('eval/')} {number(v)}" for k, v in metrics.items() if "@" in k]

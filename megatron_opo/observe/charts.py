@@ -1,0 +1,274 @@
+"""Small charts as inline SVG: no script, no network, colours from the page's CSS variables."""
+
+import math
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import pairwise
+
+Point = tuple[float, float]
+# (width, height) in CSS pixels, about as large as the page shows them, so that text keeps its size.
+SMALL, WIDE = (340.0, 200.0), (1110.0, 270.0)
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 12.0, 28.0
+MOST_POINTS = 240
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve. `points` are (step, value), in the order of steps.
+
+    `smooth` draws the values as dots behind a smoothed line; `markers` puts a dot on every value
+    of a plain line. `keep_peaks`: when there are more values than can be drawn, neighbours are
+    replaced by their largest, instead of their mean.
+    """
+
+    label: str
+    color: str
+    points: list[Point]
+    smooth: bool = False
+    markers: bool = False
+    keep_peaks: bool = False
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Where data lands on the drawing."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+    log: bool
+    width: float
+    height: float
+
+    @property
+    def floor(self) -> float:
+        return self.height - BOTTOM
+
+    def x(self, value: float) -> float:
+        span = self.x_high - self.x_low
+        return LEFT + (value - self.x_low) / span * (self.width - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_low, self.y_high
+        if self.log:
+            value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
+        return self.floor - (value - low) / (high - low) * (self.floor - TOP)
+
+
+def line_chart(
+    title: str,
+    lines: list[Line],
+    *,
+    size: tuple[float, float] = SMALL,
+    log: bool = False,
+    y_range: tuple[float, float] | None = None,
+    limits: tuple[tuple[str, float], ...] = (),
+) -> str:
+    """An SVG of the lines over steps. `limits` are labelled horizontal rules; `y_range` is the
+    least range shown. A log axis falls back to a linear one when no value is positive; values of
+    0 then lie on its floor.
+    """
+    lines = [_thin_out(line) for line in lines if line.points]
+    values = [y for line in lines for _, y in line.points] + [y for _, y in limits]
+    log = log and any(y > 0 for y in values)
+    axes = _axes(lines, values, size, log, y_range)
+    parts = [_open(title, size), _grid(axes)]
+    for label, value in limits:
+        y = axes.y(value)
+        parts.append(
+            f'<line class="limit" x1="{LEFT}" x2="{size[0] - RIGHT:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="limit-label" x="{size[0] - RIGHT:.1f}" y="{y - 4:.1f}" '
+            f'text-anchor="end">{escape(label)}</text>'
+        )
+    parts += [_curve(line, axes) for line in lines]
+    parts.append(_hover_strips(lines, axes))
+    return "".join(parts) + "</svg>"
+
+
+def stacked_chart(title: str, lines: list[Line], *, size: tuple[float, float] = SMALL) -> str:
+    """An SVG of bars over steps: the lines' values on top of each other."""
+    lines = [_thin_out(line) for line in lines if line.points]
+    steps = sorted({x for line in lines for x, _ in line.points})
+    values = [dict(line.points) for line in lines]
+    totals = [sum(column.get(x, 0.0) for column in values) for x in steps]
+    axes = _axes(lines, [0.0, *totals], size, False, None)
+    gap = min((b - a for a, b in pairwise(steps)), default=1.0)
+    axes = replace(axes, x_low=steps[0] - gap / 2, x_high=steps[-1] + gap / 2, y_low=0.0)
+    bar = max(0.8, (axes.x(gap) - axes.x(0)) * 0.82)
+    parts = [_open(title, size), _grid(axes)]
+    for x in steps:
+        base, bars, shown = 0.0, "", [f"step {x:g}"]
+        for line, column in zip(lines, values, strict=True):
+            value = column.get(x, 0.0)
+            top, bottom = axes.y(base + value), axes.y(base)
+            bars += (
+                f'<rect x="{axes.x(x) - bar / 2:.1f}" y="{top:.1f}" width="{bar:.1f}" '
+                f'height="{bottom - top:.1f}" fill="{line.color}"/>'
+            )
+            base += value
+            shown.append(f"{line.label}: {tick(value)} s")
+        parts.append(f"<g>{bars}<title>{escape(chr(10).join(shown))}</title></g>")
+    return "".join(parts) + "</svg>"
+
+
+def legend(lines: list[Line]) -> str:
+    keys = "".join(
+        f'<span class="key"><i style="background:{line.color}"></i>{escape(line.label)}</span>'
+        for line in lines
+        if line.points
+    )
+    return f'<div class="legend">{keys}</div>'
+
+
+def smoothed(points: list[Point]) -> list[Point]:
+    """The points under a Gaussian window of a twentieth of them wide (at least 1)."""
+    values = [y for _, y in points]
+    width = max(1.0, len(points) / 20)
+    reach = math.ceil(3 * width)
+    kernel = [math.exp(-0.5 * (offset / width) ** 2) for offset in range(-reach, reach + 1)]
+    result = []
+    for i, (x, _) in enumerate(points):
+        low, high = max(0, i - reach), min(len(points), i + reach + 1)
+        weights = kernel[low - i + reach : high - i + reach]
+        total = sum(w * v for w, v in zip(weights, values[low:high], strict=True))
+        result.append((x, total / sum(weights)))
+    return result
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers from `low` to `high`."""
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def tick(value: float) -> str:
+    """A number in as few characters as tell it apart: 0.25, 12.5, 3400, 12k, 2e-05."""
+    size = abs(value)
+    if size >= 1e9 or 0 < size < 1e-3:
+        return f"{value:.2g}"
+    for limit, unit in ((1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e6 if unit == 'M' else 1e3):.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def _thin_out(line: Line) -> Line:
+    """At most MOST_POINTS points, each standing for a run of neighbours."""
+    size = math.ceil(len(line.points) / MOST_POINTS)
+    if size <= 1:
+        return line
+    points = []
+    for start in range(0, len(line.points), size):
+        run = line.points[start : start + size]
+        values = [y for _, y in run]
+        points.append((run[-1][0], max(values) if line.keep_peaks else sum(values) / len(values)))
+    return Line(line.label, line.color, points, line.smooth, line.markers, line.keep_peaks)
+
+
+def _axes(
+    lines: list[Line],
+    values: list[float],
+    size: tuple[float, float],
+    log: bool,
+    y_range: tuple[float, float] | None,
+) -> Axes:
+    steps = [x for line in lines for x, _ in line.points] or [0.0]
+    x_low, x_high = min(steps), max(steps)
+    if x_low == x_high:
+        x_low, x_high = x_low - 0.5, x_high + 0.5
+    if log:
+        positive = [y for y in values if y > 0]
+        low = 10.0 ** math.floor(math.log10(min(positive)))
+        high = 10.0 ** math.ceil(math.log10(max(positive)))
+        return Axes(x_low, x_high, low, high if high > low else low * 10, True, *size)
+    values = values or [0.0, 1.0]
+    low, high = min(values), max(values)
+    if y_range is not None:
+        low, high = min(low, y_range[0]), max(high, y_range[1])
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    # A floor at zero is a fact, not a value that needs room below it.
+    low = low if low == 0 else low - margin
+    return Axes(x_low, x_high, low, high + margin, False, *size)
+
+
+def _open(title: str, size: tuple[float, float]) -> str:
+    return (
+        f'<svg viewBox="0 0 {size[0]:g} {size[1]:g}" role="img" aria-label="{escape(title)}" '
+        f'preserveAspectRatio="xMidYMid meet">'
+    )
+
+
+def _grid(axes: Axes) -> str:
+    right, floor = axes.width - RIGHT, axes.floor
+    if axes.log:
+        low, high = round(math.log10(axes.y_low)), round(math.log10(axes.y_high))
+        every = math.ceil((high - low) / 6)
+        marks = [
+            (10.0**e, f"1e{e}" if abs(e) > 2 else f"{10.0**e:g}") for e in range(low, high + 1)
+        ]
+        marks = marks[::every]
+    else:
+        marks = [(v, tick(v)) for v in ticks(axes.y_low, axes.y_high)]
+    parts = []
+    for value, text in marks:
+        y = axes.y(value)
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
+        )
+    whole = [v for v in ticks(axes.x_low, axes.x_high, round(axes.width / 70)) if v == int(v)]
+    for value in whole:
+        parts.append(
+            f'<text x="{axes.x(value):.1f}" y="{axes.height - 9:.1f}" text-anchor="middle">'
+            f"{tick(value)}</text>"
+        )
+    parts.append(
+        f'<line class="axis" x1="{LEFT}" x2="{right:.1f}" y1="{floor:.1f}" y2="{floor:.1f}"/>'
+    )
+    return "".join(parts)
+
+
+def _curve(line: Line, axes: Axes) -> str:
+    smooth = line.smooth and len(line.points) >= 8
+    drawn = smoothed(line.points) if smooth else line.points
+    parts = []
+    if smooth or line.markers or len(line.points) == 1:
+        kind = "raw" if smooth else "marker"
+        radius = 1.9 if smooth else 3.2
+        parts += [
+            f'<circle class="{kind}" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="{radius}" '
+            f'fill="{line.color}"/>'
+            for x, y in line.points
+        ]
+    path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in drawn)
+    parts.append(f'<polyline points="{path}" stroke="{line.color}"/>')
+    return "".join(parts)
+
+
+def _hover_strips(lines: list[Line], axes: Axes) -> str:
+    """Over each step an invisible strip whose tooltip tells all values there."""
+    columns: dict[float, list[tuple[Line, float]]] = {}
+    for line in lines:
+        for x, y in line.points:
+            columns.setdefault(x, []).append((line, y))
+    steps = sorted(columns)
+    parts = []
+    for i, x in enumerate(steps):
+        before = (steps[i - 1] + x) / 2 if i else axes.x_low
+        after = (steps[i + 1] + x) / 2 if i + 1 < len(steps) else axes.x_high
+        shown = [f"step {x:g}"] + [f"{line.label}: {y:.4g}" for line, y in columns[x]]
+        dots = "".join(
+            f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="4" fill="{line.color}"/>'
+            for line, y in columns[x]
+        )
+        parts.append(
+            f'<g class="strip"><rect x="{axes.x(before):.1f}" y="{TOP}" '
+            f'width="{axes.x(after) - axes.x(before):.1f}" height="{axes.floor - TOP:.1f}"/>'
+            f"{dots}<title>{escape(chr(10).join(shown))}</title></g>"
+        )
+    return "".join(parts)
