@@ -1,0 +1,97 @@
+"""Hugging Face weights into a Megatron model: each rank reads only its own slices."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_opo.errors import WeightError
+from megatron_opo.weights.checkpoint import Checkpoint, check_names, open_checkpoint
+from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row, read_architecture
+from megatron_opo.weights.slices import local_parameters, merge, parameter_rows, slice_bounds
+
+
+def load_hf(model: list[torch.nn.Module], directory: Path, hf_config: dict[str, Any]) -> None:
+    """Fill every parameter from the safetensors files in `directory`.
+
+    All ranks call it together; rows that pad the vocabulary become zero.
+
+    Raises:
+        WeightError: on every rank when any rank finds a tensor missing, unexpected, misshapen,
+            not finite, or a file broken.
+    """
+    problem = None
+    try:
+        with ExitStack() as stack:
+            _load(model, open_checkpoint(Path(directory), stack), read_architecture(hf_config))
+    except WeightError as error:
+        problem = str(error)
+    problems = [problem]
+    if dist.is_initialized():
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    # A rank that raised alone would leave the others waiting in their next collective.
+    different = list(dict.fromkeys(p for p in problems if p))
+    if different:
+        raise WeightError("\n".join(different))
+
+
+def _load(model: list[torch.nn.Module], checkpoint: Checkpoint, architecture: Architecture) -> None:
+    check_names(checkpoint, architecture.hf_shapes(), architecture.tied)
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    parameters = local_parameters(model, architecture, tp_size)
+    for name, row, layer in parameter_rows(architecture):
+        if name not in parameters:
+            continue
+        parameter = parameters[name]
+        parts = _read_parts(checkpoint, architecture, row, layer, parameter.dtype)
+        merged = merge(row, parts, architecture.kv_heads // tp_size)
+        with torch.no_grad():
+            # Shorter than the parameter only where the vocabulary is padded.
+            parameter[: len(merged)].copy_(merged)
+            parameter[len(merged) :].zero_()
+
+
+def _read_parts(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    row: Row,
+    layer: int | None,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    parts = []
+    for part in row.parts:
+        name = part.name.format(layer=layer)
+        bounds = (0, 0)
+        if row.split is not None:
+            bounds = slice_bounds(
+                architecture.shape(part),
+                row.split,
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_tensor_model_parallel_world_size(),
+            )
+        stored = checkpoint.read(name, row.split, *bounds)
+        value = stored.to(dtype)
+        if not torch.isfinite(value).all():
+            how = "holds NaN or infinity"
+            if torch.isfinite(stored).all():
+                how = f"holds values that {dtype} cannot represent; use another model.dtype"
+            raise WeightError(f"{checkpoint.directory}: `{name}` {how}")
+        if row is EMBEDDING and architecture.tied:
+            _check_tied(checkpoint, stored, bounds)
+        parts.append(value)
+    return parts
+
+
+def _check_tied(checkpoint: Checkpoint, embedding: torch.Tensor, bounds: tuple[int, int]) -> None:
+    head = OUTPUT.parts[0].name
+    if head in checkpoint.tensors:
+        stored = checkpoint.read(head, 0, *bounds)
+        if not torch.equal(stored, embedding):
+            raise WeightError(
+                f"{checkpoint.directory}: config.json says tie_word_embeddings, but `{head}` "
+                f"differs from `{EMBEDDING.parts[0].name}`; set it to false, or remove the head"
+            )

@@ -1,0 +1,104 @@
+"""How a Megatron parameter of one rank is made of Hugging Face tensors, and back."""
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_opo.errors import WeightError
+from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row
+
+# Transformer Engine keeps a norm inside the linear layer that follows it.
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def local_parameters(
+    model: list[torch.nn.Module], architecture: Architecture, tp_size: int
+) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by Megatron name, layers counted from 0 over the whole model.
+
+    Wrappers such as DistributedDataParallel are looked through.
+
+    Raises:
+        WeightError: the model is not one of this architecture.
+    """
+    parameters = {}
+    for chunk in model:
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            parameters[_global_name(name, numbers)] = parameter
+    expected = {
+        name: local_shape(architecture, row, tp_size)
+        for name, row, _ in parameter_rows(architecture)
+    }
+    extra = sorted(set(parameters) - set(expected))
+    if extra:
+        raise WeightError(
+            f"the Megatron model has parameters that a {architecture.family.model_type} model has "
+            f"not: {', '.join(extra)}; drop what adds them from actor.transformer_config"
+        )
+    for name, parameter in parameters.items():
+        if tuple(parameter.shape) != expected[name]:
+            raise WeightError(
+                f"the Megatron model's `{name}` is {list(parameter.shape)}, but config.json says "
+                f"{list(expected[name])}: the model was built from another config"
+            )
+    return parameters
+
+
+def _global_name(name: str, numbers: list[int]) -> str:
+    for fused, separate in FUSED_NORMS.items():
+        name = name.replace(fused, separate)
+    prefix = "decoder.layers."
+    if name.startswith(prefix):
+        local, _, rest = name.removeprefix(prefix).partition(".")
+        name = f"{prefix}{numbers[int(local)]}.{rest}"
+    return name
+
+
+def parameter_rows(architecture: Architecture) -> Iterator[tuple[str, Row, int | None]]:
+    """Megatron name, row and layer of every parameter that a checkpoint must fill."""
+    for row, layer in architecture.rows():
+        yield row.megatron.format(layer=layer), row, layer
+    if architecture.tied:
+        # The last pipeline stage's own copy of the embedding.
+        yield OUTPUT.megatron, EMBEDDING, None
+
+
+def slice_bounds(shape: tuple[int, ...], split: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Start and end along `split` of one rank's slice; they may pass the tensor's end, where the
+    vocabulary is padded."""
+    per_rank = -(-shape[split] // ranks)
+    return rank * per_rank, (rank + 1) * per_rank
+
+
+def local_shape(architecture: Architecture, row: Row, tp_size: int) -> tuple[int, ...]:
+    """Shape of the parameter on one rank."""
+    shapes = [list(architecture.shape(part)) for part in row.parts]
+    merged = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    if row.split is not None:
+        merged[row.split] = slice_bounds(tuple(merged), row.split, 0, tp_size)[1]
+    return tuple(merged)
+
+
+def merge(row: Row, parts: list[torch.Tensor], kv_groups: int) -> torch.Tensor:
+    """One rank's slices of the parts -> its Megatron parameter. `kv_groups` are this rank's."""
+    if len(parts) == 1:
+        return parts[0]
+    blocks = kv_groups if row.per_kv_head else 1
+    return torch.cat([part.unflatten(0, (blocks, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def unmerge(
+    row: Row, parameter: torch.Tensor, heights: list[int], kv_groups: int, index: int
+) -> torch.Tensor:
+    """Part `index` of a parameter, the inverse of `merge`. `heights` are the parts' rows in it."""
+    if len(heights) == 1:
+        return parameter
+    blocks = kv_groups if row.per_kv_head else 1
+    sizes = [height // blocks for height in heights]
+    return parameter.unflatten(0, (blocks, -1)).split(sizes, dim=1)[index].flatten(0, 1)
