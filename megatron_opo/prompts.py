@@ -84,7 +84,7 @@ def check_tokenizer(tokenizer, vocab_size: int) -> None:
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= vocab_size:
         raise RecipeError(
-            f"model.path: the tokenizer's largest id is {largest} ({token!r}) but the model's "
+            f"model.path: the tokenizer's largest id is {largest} ({token!a}) but the model's "
             f"vocab_size is {vocab_size} (ids 0 to {vocab_size - 1}): tokenizer and weights do "
             "not belong together; use the files of one model, or enlarge its embedding"
         )
@@ -242,7 +242,7 @@ class PromptCursor:
             if state[key] != identity[key]:
                 raise DataError(
                     f"the checkpoint was written with {key} {state[key]}, this recipe has "
-                    f"{identity[key]}: the prompts would come in another order; restore it"
+                    f"{identity[key]}: the prompts would come in another order; set it back"
                 )
         if state["fingerprint"] != identity["fingerprint"]:
             raise DataError(

@@ -1,4 +1,17 @@
-"""Rewards: verifiers (`verifiers`), run in worker processes (`worker`) by a pool (`pool`).
+"""Rewards: verifiers (`verifiers`), run in worker processes (`worker`) by a pool (`pool`)."""
 
-Importing this package imports neither torch nor a verifier's libraries: workers start light.
-"""
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_opo.rewards.pool import RewardPool
+
+__all__ = ["RewardPool"]
+
+
+def __getattr__(name: str) -> Any:
+    # Workers import this package too, and only the trainer's side shall pay for torch.
+    if name == "RewardPool":
+        from megatron_opo.rewards.pool import RewardPool
+
+        return RewardPool
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
