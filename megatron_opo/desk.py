@@ -1,5 +1,6 @@
 """What rank 0 owns: prompts, rollout servers, reward workers and the run's log."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_opo.prompts import (
 )
 from megatron_opo.recipe import Recipe, dump_recipe
 from megatron_opo.rewards import RewardPool
-from megatron_opo.rollout import Rollout
+from megatron_opo.rollout import Rollout, Server, close_servers, launch_servers, wait_healthy
 
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 32
@@ -37,11 +38,13 @@ class Desk:
     def wait_until_ready(self) -> None:
         """Servers healthy, reward workers warm."""
         with self.log.phase("start"):
-            self.rollout.wait_until_ready(self._show_wait)
+            wait_healthy(
+                self.rollout.servers, self.recipe.rollout.start_timeout_s, on_wait=self._show_wait
+            )
             self.rewards.wait_ready()
 
-    def _show_wait(self, server: str, seconds: float, last_line: str) -> None:
-        self.log.advance(0, 0, f"waiting for {server}, {seconds:.0f} s: {last_line}")
+    def _show_wait(self, server: Server, seconds: float, last_line: str) -> None:
+        self.log.advance(seconds, None, f"waiting for {server.name} to load: {last_line}")
 
     def generate(self, prompts: list[Prompt], version: int) -> list[Group]:
         config = self.recipe.rollout
@@ -90,6 +93,15 @@ class Desk:
         ]
         return pack(unscored)
 
+    def rollout_metrics(self) -> dict[str, float]:
+        """Of the step in hand."""
+        stats = self.rollout.stats
+        seconds = max(stats.seconds, 1e-9)
+        return {
+            "rollout/retries": stats.retries,
+            "perf/generate_tokens_per_second": stats.response_tokens / seconds,
+        }
+
     def _progress(self, total: int):
         done = 0
 
@@ -107,11 +119,16 @@ class Desk:
 
 
 def open_desk(
-    recipe: Recipe, hf_config: dict, first_step: int, cursor_state: dict[str, Any] | None
+    recipe: Recipe,
+    hf_config: dict,
+    device: str,
+    first_step: int,
+    cursor_state: dict[str, Any] | None,
 ) -> Desk:
     """Load the data and start servers and reward workers; does not wait for them.
 
     Args:
+        device: "cpu" or "cuda", for the servers.
         first_step: steps already trained, from the checkpoint.
         cursor_state: the prompt cursor's, from the checkpoint.
     """
@@ -143,11 +160,18 @@ def open_desk(
                 f"{shared} of {len(eval_prompts.prompts)} eval prompts are training prompts too: "
                 "the evaluation is not held out"
             )
-    rewards = RewardPool(recipe.reward)
-    try:
-        rollout = Rollout(recipe, hf_config, tokenizer, recipe.run_path / "logs")
-    except BaseException:
-        rewards.close()
-        log.close()
-        raise
+    with ExitStack() as undo:
+        undo.callback(log.close)
+        rewards = RewardPool(recipe.reward)
+        undo.callback(rewards.close)
+        servers = launch_servers(recipe.rollout, recipe.model, recipe.run_path / "logs", device)
+        undo.callback(close_servers, servers)
+        rollout = Rollout(
+            servers,
+            recipe.rollout,
+            recipe.sync,
+            recipe.model,
+            disk_dir=recipe.run_path / "sync",
+        )
+        undo.pop_all()
     return Desk(recipe, log, cursor, train_prompts, eval_prompts, rewards, rollout)

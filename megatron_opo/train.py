@@ -32,7 +32,9 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
     checkpoint = latest_checkpoint(recipe.run_path)
     first_step = checkpoint.version if checkpoint else 0
     cursor_state = checkpoint.cursor if checkpoint else None
-    desk = driver.run(lambda: open_desk(recipe, hf_config, first_step, cursor_state))
+    desk = driver.run(
+        lambda: open_desk(recipe, hf_config, parallel.device.type, first_step, cursor_state)
+    )
     try:
         actor = Actor(recipe, hf_config, parallel, driver)
         load_hf(actor.modules, Path(recipe.model.path), hf_config)
@@ -40,7 +42,7 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
         if checkpoint:
             load_checkpoint(actor, checkpoint.directory)
         driver.run(lambda: desk.wait_until_ready())
-        if actor.version > 0:
+        if actor.version > 0 or recipe.rollout.urls:
             sync(actor, desk, driver)
         check_probe(actor, desk, driver)
         if recipe.eval.at_start and actor.version == 0:
@@ -104,7 +106,7 @@ def evaluate(desk: Desk, version: int) -> None:
 
 
 def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version: int) -> None:
-    metrics = rollout_metrics(desk.groups, batch) | desk.rollout_stats() | metrics
+    metrics = rollout_metrics(desk.groups, batch) | desk.rollout_metrics() | metrics
     advantages = torch.full((sum(len(g.samples) for g in desk.groups),), torch.nan)
     first_tokens = batch.cu_seqlens[1:] - 1
     advantages[batch.sample_ids] = batch.advantages[first_tokens]

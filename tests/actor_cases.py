@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron_opo.batch import Group, PackedBatch, Prompt, Sample, pack
@@ -28,7 +29,8 @@ def make_rollout(vocab_size: int, seed: int = 0) -> PackedBatch:
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, vocab_size, (count,), generator=generator).tolist())
+        # transformers gives the padding token (0) no gradient, and it stands in no real text.
+        return tuple(torch.randint(1, vocab_size, (count,), generator=generator).tolist())
 
     groups = []
     for k, lengths in enumerate([(1, 9, 30), (12, 12), (5, 40, 2, 17)]):
@@ -63,11 +65,11 @@ def open_actor(model: str, run_dir: str, overrides: list[str]):
     return actor
 
 
-def exported(actor) -> dict[str, torch.Tensor]:
+def exported(actor) -> dict[str, np.ndarray]:
     from megatron_opo.weights import export_hf
 
     return {
-        name: tensor.clone()
+        name: tensor.clone().numpy()
         for name, tensor in export_hf(actor.modules, actor.hf_config, actor.dtype)
     }
 
@@ -83,10 +85,44 @@ def train_two_steps(model: str, run_dir: str, overrides: list[str], order: list[
             batch = batch.select(order)
         scores = actor.score(batch)
         if here:
-            result["scores"] = [scores.logprobs, scores.entropy]
+            result["scores"] = [scores.logprobs.numpy(), scores.entropy.numpy()]
             batch = replace(batch, rollout_logprobs=scores.logprobs)
         metrics = actor.update(batch, version=step)
         if here:
             result["metrics"].append(metrics)
     weights = exported(actor)
     return result | {"weights": weights} if here else None
+
+
+def _step(actor) -> dict[str, float]:
+    here = actor.driver.is_here
+    step = actor.version
+    batch = make_rollout(actor.hf_config["vocab_size"], seed=step) if here else None
+    scores = actor.score(batch)
+    if here:
+        batch = replace(batch, rollout_logprobs=scores.logprobs)
+    return actor.update(batch, version=step)
+
+
+def train_and_save(model: str, run_dir: str, overrides: list[str]):
+    """A step, a checkpoint, and the next step's metrics and weights."""
+    from megatron_opo.actor.checkpoint import save_checkpoint
+
+    actor = open_actor(model, run_dir, overrides)
+    _step(actor)
+    save_checkpoint(actor, actor.recipe, actor.driver, lambda: {"row": 7})
+    metrics = _step(actor)
+    return {"metrics": metrics, "weights": exported(actor)}
+
+
+def resume_and_train(model: str, run_dir: str, overrides: list[str]):
+    """What `train_and_save` returns, from its checkpoint on."""
+    from megatron_opo.actor.checkpoint import latest_checkpoint, load_checkpoint
+
+    actor = open_actor(model, run_dir, overrides)
+    checkpoint = latest_checkpoint(actor.recipe.run_path)
+    assert checkpoint is not None
+    load_checkpoint(actor, checkpoint.directory)
+    restored = actor.version, checkpoint.version, checkpoint.cursor
+    metrics = _step(actor)
+    return {"restored": restored, "metrics": metrics, "weights": exported(actor)}

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from actor_cases import make_rollout, train_two_steps
-from models import tiny_llama, tiny_qwen3
-from ranks import run_ranks
+from tests.actor_cases import make_rollout, train_two_steps
+from tests.models import tiny_llama, tiny_qwen3
+from tests.ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
 from megatron_opo.actor.loss import token_weights
@@ -83,14 +83,14 @@ def assert_matches(result, reference):
         assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=2e-5)
         assert metrics["actor/pg_loss"] == pytest.approx(loss, abs=1e-6)
         assert metrics["on_policy/logprob_gap_max"] == 0
-    logprobs, entropy = result["scores"]
+    logprobs, entropy = map(torch.from_numpy, result["scores"])
     torch.testing.assert_close(logprobs.double(), reference["logprobs"], rtol=0, atol=2e-5)
     torch.testing.assert_close(entropy.double(), reference["entropy"], rtol=0, atol=2e-5)
     expected = reference["weights"]
     assert {*expected} <= {*result["weights"], "lm_head.weight"}
     for name, tensor in result["weights"].items():
         torch.testing.assert_close(
-            tensor.double(), expected[name], rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            torch.from_numpy(tensor).double(), expected[name], rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -126,4 +126,5 @@ def test_the_order_of_sequences_changes_nothing_but_rounding(tmp_path):
     for metrics, norm in zip(result["metrics"], reference["norms"], strict=True):
         assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=2e-5)
     for name, tensor in result["weights"].items():
-        torch.testing.assert_close(tensor.double(), reference["weights"][name], rtol=0, atol=2e-6)
+        exact = reference["weights"][name]
+        torch.testing.assert_close(torch.from_numpy(tensor).double(), exact, rtol=0, atol=2e-6)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_loss import make_batch
+from tests.test_loss import make_batch
 
 from megatron_opo.errors import OnPolicyError
 from megatron_opo.on_policy import agreement_metrics, check_agreement

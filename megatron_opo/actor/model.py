@@ -14,6 +14,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -102,7 +108,22 @@ def build_model(hf_config: dict[str, Any], actor: ActorConfig, dtype: str) -> li
         rotary_base=architecture.rope_theta,
     )
     model.hf_vocab_size = architecture.vocab
+    _mark_split_parameters(model)
     return [model]
+
+
+def _mark_split_parameters(model: torch.nn.Module) -> None:
+    """Megatron marks them only where it initialises them. Without the marks it takes the slices of
+    all tensor-parallel ranks but the first for copies, and leaves them out of the gradient norm."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            dim = 0
+        elif isinstance(module, RowParallelLinear):
+            dim = 1
+        else:
+            continue
+        if module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, dim, stride=1)
 
 
 def padded_vocab(vocab: int, tensor_parallel: int) -> int:

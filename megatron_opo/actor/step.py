@@ -174,6 +174,8 @@ class Actor:
     def _step(self) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.version)
+            # Megatron leaves this to its scheduler: 0 for norms and biases.
+            group["weight_decay"] = self.recipe.optimizer.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
         if not torch.isfinite(torch.as_tensor(self.optimizer.get_grad_norm())):
             raise TrainingError(

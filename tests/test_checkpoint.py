@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+from megatron_opo.actor.checkpoint import latest_checkpoint
+from megatron_opo.errors import CheckpointError
+from tests.actor_cases import resume_and_train, train_and_save
+from tests.models import tiny_qwen3
+from tests.ranks import run_ranks
+
+SAVED = {
+    "TP1": (1, []),
+    "TP2": (2, ["actor.tensor_parallel=2"]),
+    "DP2": (2, ["actor.data_parallel=2"]),
+}
+LOADED = {**SAVED, "PP2": (2, ["actor.pipeline_parallel=2"])}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_qwen3(tmp_path_factory.mktemp("checkpoint") / "model"))
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_a_checkpoint_resumes_in_every_layout(saved, model, tmp_path):
+    ranks, overrides = SAVED[saved]
+    run_dir = str(tmp_path / "run")
+    undisturbed = run_ranks(ranks, train_and_save, model, run_dir, overrides)[0]
+    for loaded, (ranks, overrides) in LOADED.items():
+        resumed = run_ranks(ranks, resume_and_train, model, run_dir, overrides)[0]
+        assert resumed["restored"] == (1, 1, {"row": 7})
+        same_layout = loaded == saved
+        for name, value in undisturbed["metrics"].items():
+            if not name.startswith("perf/"):
+                tolerance = {"abs": 0, "rel": 0} if same_layout else {"abs": 1e-6, "rel": 2e-5}
+                assert resumed["metrics"][name] == pytest.approx(value, **tolerance), (loaded, name)
+        for name, weight in undisturbed["weights"].items():
+            if same_layout:
+                assert np.array_equal(resumed["weights"][name], weight), (loaded, name)
+            else:
+                np.testing.assert_allclose(resumed["weights"][name], weight, rtol=0, atol=2e-6)
+
+
+def test_only_complete_checkpoints_count_and_the_newest_wins(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    for step, complete in [(2, True), (10, True), (9, True), (11, False)]:
+        directory = tmp_path / "checkpoints" / f"step_{step}"
+        directory.mkdir(parents=True)
+        if complete:
+            (directory / "state.json").write_text(f'{{"version": {step}, "cursor": {{}}}}')
+    (tmp_path / "checkpoints" / "step_12.partial").mkdir()
+    assert latest_checkpoint(tmp_path).directory.name == "step_10"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_damaged_state_file_is_named(text, tmp_path):
+    directory = tmp_path / "checkpoints" / "step_3"
+    directory.mkdir(parents=True)
+    (directory / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"step_3.*state\.json.*move the directory away"):
+        latest_checkpoint(tmp_path)
