@@ -10,6 +10,7 @@ Point = tuple[float, float]
 SMALL, WIDE = (340.0, 200.0), (1110.0, 270.0)
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 12.0, 28.0
 MOST_POINTS = 240
+MOST_MARKERS = 40
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class Line:
     """One curve. `points` are (step, value), in the order of steps.
 
     `smooth` draws the values as dots behind a smoothed line; `markers` puts a dot on every value
-    of a plain line. `keep_peaks`: when there are more values than can be drawn, neighbours are
-    replaced by their largest, instead of their mean.
+    of a plain line, as long as there are few. `keep_peaks`: when there are more values than can
+    be drawn, neighbours are replaced by their largest, instead of their mean.
     """
 
     label: str
@@ -74,11 +75,12 @@ def line_chart(
     log = log and any(y > 0 for y in values)
     axes = _axes(lines, values, size, log, y_range)
     parts = [_open(title, size), _grid(axes)]
+    right = size[0] - RIGHT
     for label, value in limits:
         y = axes.y(value)
         parts.append(
-            f'<line class="limit" x1="{LEFT}" x2="{size[0] - RIGHT:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="limit-label" x="{size[0] - RIGHT:.1f}" y="{y - 4:.1f}" '
+            f'<line class="limit" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="limit-label" x="{right}" y="{y - 4:.1f}" '
             f'text-anchor="end">{escape(label)}</text>'
         )
     parts += [_curve(line, axes) for line in lines]
@@ -122,17 +124,26 @@ def legend(lines: list[Line]) -> str:
 
 
 def smoothed(points: list[Point]) -> list[Point]:
-    """The points under a Gaussian window of a twentieth of them wide (at least 1)."""
+    """At each point the value of a line fitted to its neighbours, under a Gaussian window a
+    twentieth of the points wide (at least 1). A plain mean would flatten both ends, and with them
+    the rise that a reward curve is read for.
+    """
     values = [y for _, y in points]
     width = max(1.0, len(points) / 20)
     reach = math.ceil(3 * width)
-    kernel = [math.exp(-0.5 * (offset / width) ** 2) for offset in range(-reach, reach + 1)]
     result = []
     for i, (x, _) in enumerate(points):
-        low, high = max(0, i - reach), min(len(points), i + reach + 1)
-        weights = kernel[low - i + reach : high - i + reach]
-        total = sum(w * v for w, v in zip(weights, values[low:high], strict=True))
-        result.append((x, total / sum(weights)))
+        offsets = range(max(0, i - reach) - i, min(len(points), i + reach + 1) - i)
+        weights = [math.exp(-0.5 * (offset / width) ** 2) for offset in offsets]
+        moments = [
+            sum(w * offset**power for w, offset in zip(weights, offsets, strict=True))
+            for power in (0, 1, 2)
+        ]
+        near = values[offsets.start + i : offsets.stop + i]
+        level = sum(w * y for w, y in zip(weights, near, strict=True))
+        slope = sum(w * o * y for w, o, y in zip(weights, offsets, near, strict=True))
+        determinant = moments[0] * moments[2] - moments[1] ** 2
+        result.append((x, (moments[2] * level - moments[1] * slope) / determinant))
     return result
 
 
@@ -237,7 +248,8 @@ def _curve(line: Line, axes: Axes) -> str:
     smooth = line.smooth and len(line.points) >= 8
     drawn = smoothed(line.points) if smooth else line.points
     parts = []
-    if smooth or line.markers or len(line.points) == 1:
+    marked = line.markers and len(line.points) <= MOST_MARKERS
+    if smooth or marked or len(line.points) == 1:
         kind = "raw" if smooth else "marker"
         radius = 1.9 if smooth else 3.2
         parts += [

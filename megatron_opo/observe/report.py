@@ -75,7 +75,7 @@ def write_report(run_path: Path) -> Path:
     )
     page = template.render(
         name=run.name,
-        status=_status(run),
+        about=_about(run),
         tiles=_tiles(run),
         hero=_hero(run),
         charts=_charts(run),
@@ -87,7 +87,7 @@ def write_report(run_path: Path) -> Path:
         versions=run.versions,
     )
     path = run_path / "report.html"
-    replace_text(path, page)
+    replace_text(path, page.translate(VISIBLE_CONTROLS))
     return path
 
 
@@ -133,18 +133,22 @@ def _curve(records: list[dict[str, Any]], metric: str) -> list[Point]:
     return [(step, value) for step, value in points if isinstance(value, int | float)]
 
 
-def _status(run: Run) -> str:
+def _about(run: Run) -> str:
+    """One line: model, estimator, how far it came, when."""
     done = run.train[-1]["step"] if run.train else 0
     total = run.setting("train", "steps")
-    records = [*run.train, *run.evals]
-    days = [record["time"] for record in records if isinstance(record.get("time"), str)]
-    when = ""
-    if days:
-        when = f", last written {datetime.fromisoformat(max(days)):%Y-%m-%d %H:%M} UTC"
-    if not isinstance(total, int):
-        return f"{done} steps{when}"
-    state = "finished" if done >= total else "not finished"
-    return f"{state}: {done} of {total} steps{when}"
+    model = Path(str(run.setting("model", "path") or "")).name
+    parts = [model, str(run.setting("algorithm", "estimator") or "")]
+    if isinstance(total, int):
+        state = "finished" if done >= total else "not finished"
+        parts.append(f"{state}: {done} of {total} steps")
+    else:
+        parts.append(f"{done} steps")
+    times = [record.get("time") for record in (*run.train, *run.evals)]
+    times = [time for time in times if isinstance(time, str)]
+    if times:
+        parts.append(f"{datetime.fromisoformat(max(times)):%Y-%m-%d %H:%M} UTC")
+    return " \u00b7 ".join(part for part in parts if part)
 
 
 def _tiles(run: Run) -> list[dict[str, str]]:
@@ -155,15 +159,17 @@ def _tiles(run: Run) -> list[dict[str, str]]:
         size = max(1, min(10, len(rewards) // 5))
         start = sum(y for _, y in rewards[:size]) / size
         end = sum(y for _, y in rewards[-size:]) / size
-        note = "first and last step" if size == 1 else f"mean of first and last {size} steps"
-        tiles.append({"label": "training reward", "value": _change(start, end), "note": note})
+        note = f"mean of first and last {size} steps" if size > 1 else "first and last step"
+        value = _change(start, end) if len(rewards) > 1 else _headline(end)
+        tiles.append({"label": "training reward", "value": value, "note": note})
     for prefix, meaning in (("eval/avg@", "mean reward"), ("eval/pass@", "solved")):
         metric = run.eval_metric(prefix)
         points = _curve(run.evals, metric) if metric else []
         if points:
             prompts = run.evals[-1].get("eval/prompts")
             note = meaning if prompts is None else f"{meaning}, {prompts:g} held-out prompts"
-            value = _change(points[0][1], points[-1][1])
+            start, end = points[0][1], points[-1][1]
+            value = _change(start, end) if len(points) > 1 else _headline(end)
             tiles.append({"label": metric.replace("/", " "), "value": value, "note": note})
     records = [*run.train, *run.evals]
     seconds = max((r.get("elapsed_s") or 0.0 for r in records), default=0.0)
@@ -339,7 +345,7 @@ def _card(record: dict[str, Any]) -> dict[str, Any]:
         "truth": _shown(record.get("ground_truth")),
         "reward": "unscorable" if reward is None else f"{reward:.3g}",
         "tone": "none" if reward is None else "good" if reward > 0 else "bad",
-        "advantage": None if advantage is None else f"{advantage:+.3g}",
+        "advantage": None if advantage is None else f"{advantage or 0:+.3g}",
         "length": record.get("length"),
         "cut": record.get("finish_reason") == "length",
         "error": _shown(record.get("reward_error")) if record.get("reward_error") else None,
@@ -347,11 +353,11 @@ def _card(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Text from a data set or a model, made visible; the template escapes it."""
+    """Text from a data set or a model, at a bearable length; the template escapes it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if len(text) > LONGEST_TEXT:
         text = f"{text[:LONGEST_TEXT]}\n[... {len(text) - LONGEST_TEXT:,} more characters]"
-    return text.translate(VISIBLE_CONTROLS)
+    return text
 
 
 def _metric_table(run: Run) -> list[dict[str, str]]:
