@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_opo.actor.step import Actor
 from megatron_opo.errors import CheckpointError
@@ -126,9 +126,8 @@ def load_checkpoint(actor: Actor, directory: Path) -> None:
         ) from error
     for i, module in enumerate(actor.modules):
         module.load_state_dict(loaded[f"model{i}"], strict=True)
-    actor.optimizer.load_state_dict(loaded["optimizer"])
     actor.version = state["version"]
-    _set_step_count(actor)
+    _load_optimizer(actor, loaded["optimizer"])
 
 
 def _sharded_state(actor: Actor, *, is_loading: bool) -> dict[str, Any]:
@@ -142,33 +141,41 @@ def _sharded_state(actor: Actor, *, is_loading: bool) -> dict[str, Any]:
     return state
 
 
-def _torch_optimizers(actor: Actor) -> list[torch.optim.Optimizer]:
+def _parts(actor: Actor) -> list[MegatronOptimizer]:
     optimizer = actor.optimizer
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [part.optimizer for part in parts]
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def _states(actor: Actor) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:
+    for part in _parts(actor):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield part.optimizer, parameter
 
 
 def _initialize_optimizer_state(actor: Actor) -> None:
     """Megatron loads into existing state, which Adam creates only in its first step."""
-    for optimizer in _torch_optimizers(actor):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(parameter.data),
-                    "exp_avg_sq": torch.zeros_like(parameter.data),
-                }
+    for optimizer, parameter in _states(actor):
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(parameter.data),
+            "exp_avg_sq": torch.zeros_like(parameter.data),
+        }
 
 
-def _set_step_count(actor: Actor) -> None:
-    """One optimizer step per version, so the count that Adam's bias correction needs is known."""
-    for optimizer in _torch_optimizers(actor):
-        for group in optimizer.param_groups:
-            if "step" in group:
-                group["step"] = actor.version
-            for parameter in group["params"]:
-                state = optimizer.state[parameter]
-                if torch.is_tensor(state.get("step")):
-                    state["step"].fill_(actor.version)
-                else:
-                    state["step"] = torch.tensor(float(actor.version))
+def _load_optimizer(actor: Actor, state: dict[str, Any]) -> None:
+    """Megatron's own loading of sharded state trips over torch Adam's step count. So its moments
+    are loaded without one, and the count, which is the version, is set after."""
+    parts = _parts(actor)
+    moments = [
+        part_state.pop("param_state", None)
+        for part_state in ([state] if len(parts) == 1 else state.values())
+    ]
+    actor.optimizer.load_state_dict(state)
+    for part, part_moments in zip(parts, moments, strict=True):
+        if part_moments is not None:
+            for parameter_state in part.optimizer.state.values():
+                parameter_state.pop("step", None)
+            part.load_parameter_state_from_fully_reshardable(part_moments)
+    for optimizer, parameter in _states(actor):
+        optimizer.state[parameter]["step"] = torch.tensor(float(actor.version))
