@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_opo.errors import CheckpointError, WeightError
@@ -54,7 +55,7 @@ def save_hf(
         dtype = _write_shards(partial, remaining, config, max_shard_bytes)
         _write_companions(partial, source, config, dtype)
         partial.rename(directory)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{directory} cannot be written: {error}") from error
     finally:
         deque(remaining, maxlen=0)

@@ -1,0 +1,119 @@
+"""Process groups: which layouts fit, what the launcher must provide, who stands where."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_opo.actor.parallel import data_parallel_size, initialize
+from megatron_opo.errors import RecipeError, UnfitEnvironmentError
+from megatron_opo.recipe import ActorConfig
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "expected"),
+    [({}, 1, 1), ({}, 6, 6), ({"tensor_parallel": 2}, 6, 3), ({"data_parallel": 2}, 2, 2)],
+)
+def test_replicas_are_what_the_processes_leave_over(layout, world_size, expected):
+    assert data_parallel_size(ActorConfig(**layout), world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "named"),
+    [
+        (
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            6,
+            "actor.tensor_parallel 2 x actor.pipeline_parallel 2 = 4 processes per replica of the "
+            "model, which does not divide the 6 that were started: start 4 or 8",
+        ),
+        ({"tensor_parallel": 4}, 1, "that were started: start 4 (torchrun"),
+        ({"data_parallel": 3}, 2, "= 3 processes, but 2 were started: start 3 (torchrun"),
+    ],
+)
+def test_processes_that_do_not_fit_are_told_how_many_to_start(layout, world_size, named):
+    with pytest.raises(RecipeError) as error:
+        data_parallel_size(ActorConfig(**layout), world_size)
+    assert named in str(error.value)
+
+
+LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"MASTER_PORT": None}, "RANK, WORLD_SIZE, MASTER_ADDR but not MASTER_PORT"),
+        ({"RANK": None, "WORLD_SIZE": "2"}, "but not RANK"),
+        ({"RANK": "zero"}, "RANK is 'zero', not a whole number"),
+        ({"RANK": "1"}, "RANK is 1 but WORLD_SIZE is 1"),
+    ],
+)
+def test_an_incomplete_launcher_environment_is_named(changes, named, monkeypatch):
+    for name, value in (LAUNCHER | changes).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(UnfitEnvironmentError) as error:
+        initialize(ActorConfig(), seed=0)
+    assert named in str(error.value)
+
+
+def describe(layout: dict):
+    import torch.distributed as dist
+
+    parallel = initialize(ActorConfig(**layout), seed=7)
+    ranks = torch.zeros(parallel.world_size, dtype=torch.int64)
+    ranks[parallel.rank] = parallel.rank + 1
+    dist.all_reduce(ranks, group=parallel.control)
+    place = {
+        field.name: getattr(parallel, field.name)
+        for field in dataclasses.fields(parallel)
+        if field.name not in ("control", "device")
+    }
+    return place | {"ranks": ranks.tolist(), "draw": torch.rand(1).item()}
+
+
+def test_tensor_ranks_vary_fastest_then_data_then_pipeline():
+    """The example of the docstring, on the ranks that 4 processes allow."""
+    places = run_ranks(4, describe, {"tensor_parallel": 2, "pipeline_parallel": 2})
+    assert [(p["tp_rank"], p["dp_rank"], p["pp_rank"]) for p in places] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 0, 1),
+        (1, 0, 1),
+    ]
+    places = run_ranks(4, describe, {"tensor_parallel": 2})
+    assert [(p["tp_rank"], p["dp_rank"], p["pp_rank"]) for p in places] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 1, 0),
+        (1, 1, 0),
+    ]
+    assert all((p["tp_size"], p["dp_size"], p["pp_size"]) == (2, 2, 1) for p in places)
+    assert all(p["ranks"] == [1, 2, 3, 4] and p["backend"] == "gloo" for p in places)
+    assert len({p["draw"] for p in places}) == 1
+
+
+def alone_twice():
+    import os
+
+    from megatron_opo.actor.parallel import shutdown
+
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    first = describe({})
+    shutdown()
+    return first, describe({})
+
+
+def test_one_process_needs_no_launcher_and_may_start_over():
+    ((first, second),) = run_ranks(1, alone_twice)
+    assert first == second and first["world_size"] == 1
+
+
+def test_a_layout_that_does_not_fit_fails_before_any_group_is_formed():
+    with pytest.raises(AssertionError, match="which does not divide the 2 that were started"):
+        run_ranks(2, describe, {"tensor_parallel": 4})
