@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_opo import procedural
 from megatron_opo.errors import DataError
-from megatron_opo.recipe import DatasetConfig
+from megatron_opo.recipe import DatasetConfig, ProceduralConfig
 
 DEFAULT_ANSWER_KEY = DatasetConfig.model_fields["answer_key"].default
 PARQUET_ROWS = 1024
@@ -41,7 +41,7 @@ def read_rows(dataset: DatasetConfig, split: str) -> Iterator[Row]:
         RecipeError: a procedural task or an option of it that does not exist.
     """
     if dataset.procedural is not None:
-        rows = _procedural_rows(dataset, split)
+        rows = _procedural_rows(dataset.procedural, dataset.limit, split)
     else:
         rows = _file_rows(dataset, split)
     for count, row in enumerate(rows):
@@ -50,9 +50,8 @@ def read_rows(dataset: DatasetConfig, split: str) -> Iterator[Row]:
         yield row
 
 
-def _procedural_rows(dataset: DatasetConfig, split: str) -> Iterator[Row]:
-    source = dataset.procedural
-    size = min(source.size, dataset.limit or source.size)
+def _procedural_rows(source: ProceduralConfig, limit: int | None, split: str) -> Iterator[Row]:
+    size = min(source.size, limit or source.size)
     field = f"data.{split}.procedural"
     pairs = procedural.generate(source.task, size, source.seed, source.config, field)
     options = {"task": source.task, "size": size, "seed": source.seed, "config": source.config}
@@ -117,7 +116,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
                 for record in batch.to_pylist():
                     yield f"{path} row {number}", record
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: cannot be read as parquet after {number} rows: {error}") from None
 
 
@@ -201,10 +200,10 @@ def _messages(prompt: Any, where: str) -> tuple[dict[str, Any], ...]:
             if not isinstance(message.get(key), str):
                 found = _short(message[key]) if key in message else f"keys {sorted(message)}"
                 raise DataError(f"{where}[{number}] must have `{key}` as text, got {found}")
-        try:
-            message["content"].encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{where}[{number}] is not valid Unicode text: {error}") from None
+            try:
+                message[key].encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"{where}[{number}] is not valid Unicode: {error}") from None
     if not prompt[-1]["content"].strip():
         raise DataError(f"{where} is empty")
     if prompt[-1]["role"] == "assistant":

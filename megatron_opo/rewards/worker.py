@@ -40,7 +40,7 @@ class LoadError(Exception):
     """The function cannot be had; the text says which and why."""
 
 
-def describe(error: BaseException, path: str | None = None) -> str:
+def describe(error: BaseException, path: str = "") -> str:
     """Type and message, and the line of `path` that it came from."""
     try:
         message = str(error)
@@ -58,6 +58,7 @@ def _import_file(path: str) -> ModuleType:
     sys.path.append(str(Path(path).parent))
     name = f"opo_reward_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # it ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
