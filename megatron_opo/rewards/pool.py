@@ -98,7 +98,10 @@ class _Worker:
             self._socket.settimeout(timeout_s)
             self._socket.sendall(request)
             while not self._received.endswith(b"\n"):
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(remaining_s)
                 chunk = self._socket.recv(1 << 16)
                 if not chunk:
                     raise ConnectionResetError
@@ -121,7 +124,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and those that the function started in it."""
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):  # the latter: dead already, on macOS
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def release(self) -> None:
