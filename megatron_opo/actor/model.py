@@ -122,7 +122,8 @@ def _mark_split_parameters(model: torch.nn.Module) -> None:
             dim = 1
         else:
             continue
-        if module.weight is not None:
+        # Newer Megatron versions mark them in any case, and refuse a second mark.
+        if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(module.weight, True, dim, stride=1)
 
 
