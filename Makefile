@@ -1,0 +1,28 @@
+# make quickstart   train a tiny model with OPO on this machine and write a report
+# make test         lint and tests
+# Both set up what they need first; the second time that takes no time. Options of the setup:
+# PYTHON=python3.12 (creates the environment), STACK=cpu|cluster, VENV=.venv
+.PHONY: quickstart test lint format setup
+
+VENV ?= .venv
+export PYTHON STACK VENV
+
+quickstart: models/tiny_arithmetic/config.json
+	$(VENV)/bin/megatron-opo train recipes/quickstart_cpu.yaml --fresh
+
+models/tiny_arithmetic/config.json: | setup
+	$(VENV)/bin/python tools/make_tiny_model.py --out models/tiny_arithmetic
+
+test: lint
+	$(VENV)/bin/python -m pytest
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: setup
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+setup:
+	@bash tools/setup.sh
