@@ -60,6 +60,8 @@ def _run_rank(
         # The parent holds the store, as torchrun's agent does.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        # These tests are about gloo and the CPU, also where there is a GPU.
+        "CUDA_VISIBLE_DEVICES": "",
     }
     try:
         answer = (function(*args), None)
