@@ -143,7 +143,6 @@ USED = frozenset(
 # Keys that do not change what the network computes for given weights and tokens.
 INERT = frozenset(
     {
-        "_name_or_path",
         "architectures",
         "bos_token_id",
         "chunk_size_feed_forward",
@@ -277,7 +276,8 @@ def _number(config: dict[str, Any], key: str, kind: type, problems: list[str], d
 def _unsupported(family: Family, config: dict[str, Any]) -> list[str]:
     problems = []
     for key, value in config.items():
-        if value is None or key in USED or key in INERT:
+        # transformers keeps notes of its own under names that start with an underscore.
+        if value is None or key in USED or key in INERT or key.startswith("_"):
             continue
         if key == "sliding_window" and config.get("use_sliding_window") is False:
             continue
