@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 import sys
 import time
 import warnings
@@ -11,6 +10,7 @@ from pathlib import Path
 from megatron_opo import __version__
 from megatron_opo.errors import OpoError, RecipeError
 from megatron_opo.recipe import Recipe, check_model, dump_recipe, load_recipe
+from megatron_opo.runs import latest_checkpoint
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -72,7 +72,10 @@ def _train(options: argparse.Namespace) -> int:
         return _train_rank(recipe)
     check_environment()
     check_model(recipe)
-    _prepare_run_directory(recipe, options.fresh)
+    if options.fresh:
+        _move_aside(recipe.run_path)
+    elif _is_finished(recipe):
+        return 0
     world_size = recipe.model_parallel_size * (
         recipe.actor.data_parallel or _local_replicas(recipe.model_parallel_size)
     )
@@ -91,7 +94,9 @@ def _local_replicas(model_parallel_size: int) -> int:
 
 def _train_rank(recipe: Recipe) -> int:
     rank = int(os.environ.get("RANK", "0"))
+    # Megatron's own warnings, about what a user can do nothing about.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\b")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     from megatron_opo.actor.parallel import initialize, shutdown
     from megatron_opo.spmd import DriverFailed
     from megatron_opo.train import train
@@ -110,20 +115,35 @@ def _train_rank(recipe: Recipe) -> int:
     return 0
 
 
-def _prepare_run_directory(recipe: Recipe, fresh: bool) -> None:
-    run_path = recipe.run_path
-    if not run_path.exists():
-        return
-    has_checkpoint = any((run_path / "checkpoints").glob("step_*/state.json"))
-    if fresh:
+def _move_aside(run_path: Path) -> None:
+    if run_path.exists():
         aside = run_path.with_name(f"{run_path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-        shutil.move(run_path, aside)
+        run_path.rename(aside)
         print(f"moved the earlier run to {aside}")
-    elif not has_checkpoint and (run_path / "metrics.jsonl").exists():
-        raise RecipeError(
-            f"run_dir {run_path} holds an earlier run that left no checkpoint to resume from: add "
-            "--fresh to move it aside and start anew, or choose another name= or run_dir="
-        )
+
+
+def _is_finished(recipe: Recipe) -> bool:
+    """Say so if there is nothing to do.
+
+    Raises:
+        RecipeError: the run directory holds metrics that no checkpoint could continue.
+    """
+    run_path = recipe.run_path
+    checkpoint = latest_checkpoint(run_path)
+    if checkpoint is None:
+        if (run_path / "metrics.jsonl").exists():
+            raise RecipeError(
+                f"run_dir: {run_path} holds an earlier run that left no checkpoint to resume from; "
+                "add --fresh to move it aside and start anew, or choose another name= or run_dir="
+            )
+        return False
+    if checkpoint.version < recipe.train.steps:
+        return False
+    print(
+        f"{run_path} already has all of its {recipe.train.steps} steps: raise train.steps to go "
+        "on, or add --fresh to move it aside and start anew"
+    )
+    return True
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """What rank 0 owns: prompts, rollout servers, reward workers and the run's log."""
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_opo.prompts import (
 from megatron_opo.recipe import Recipe, dump_recipe
 from megatron_opo.rewards import RewardPool
 from megatron_opo.rollout import Rollout, Server, close_servers, launch_servers, wait_healthy
+from megatron_opo.runs import Checkpoint, changed_fields
 
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 32
@@ -33,15 +35,15 @@ class Desk:
     eval_prompts: PromptSet | None
     rewards: RewardPool
     rollout: Rollout
+    resources: ExitStack
     groups: list[Group] = field(default_factory=list)
 
     def wait_until_ready(self) -> None:
-        """Servers healthy, reward workers warm."""
+        """The servers answer."""
         with self.log.phase("start"):
             wait_healthy(
                 self.rollout.servers, self.recipe.rollout.start_timeout_s, on_wait=self._show_wait
             )
-            self.rewards.wait_ready()
 
     def _show_wait(self, server: Server, seconds: float, last_line: str) -> None:
         self.log.advance(seconds, None, f"waiting for {server.name} to load: {last_line}")
@@ -112,25 +114,24 @@ class Desk:
 
         return on_sample
 
-    def close(self) -> None:
-        self.rollout.close()
-        self.rewards.close()
-        self.log.close()
+    def __enter__(self) -> "Desk":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.resources.__exit__(kind, error, traceback)
 
 
 def open_desk(
     recipe: Recipe,
     hf_config: dict,
     device: str,
-    first_step: int,
-    cursor_state: dict[str, Any] | None,
+    checkpoint: Checkpoint | None,
 ) -> Desk:
-    """Load the data and start servers and reward workers; does not wait for them.
+    """Load the data, start reward workers, and start servers without waiting for them.
 
     Args:
         device: "cpu" or "cuda", for the servers.
-        first_step: steps already trained, from the checkpoint.
-        cursor_state: the prompt cursor's, from the checkpoint.
+        checkpoint: what the run resumes from.
     """
     tokenizer = load_tokenizer(recipe.model.path)
     check_tokenizer(tokenizer, hf_config["vocab_size"])
@@ -139,8 +140,8 @@ def open_desk(
     if recipe.data.eval is not None:
         eval_prompts = load_prompts(recipe.data.eval, recipe.data, tokenizer, "eval")
     cursor = PromptCursor(train_prompts, shuffle=recipe.data.shuffle, seed=recipe.seed)
-    if cursor_state is not None:
-        cursor.restore(cursor_state)
+    if checkpoint is not None:
+        cursor.restore(checkpoint.cursor)
     log = RunLog(
         recipe.run_path,
         recipe_text=dump_recipe(recipe),
@@ -148,24 +149,22 @@ def open_desk(
         total_steps=recipe.train.steps,
         wandb_project=recipe.log.wandb_project,
         samples_per_step=recipe.log.samples_per_step,
-        first_step=first_step,
+        first_step=checkpoint.version if checkpoint else 0,
     )
-    log.note(train_prompts.summary())
-    if eval_prompts is not None:
-        log.note(eval_prompts.summary())
-        seen = {prompt.token_ids for prompt in train_prompts.prompts}
-        shared = sum(prompt.token_ids in seen for prompt in eval_prompts.prompts)
-        if shared:
-            log.warn(
-                f"{shared} of {len(eval_prompts.prompts)} eval prompts are training prompts too: "
-                "the evaluation is not held out"
-            )
-    with ExitStack() as undo:
-        undo.callback(log.close)
+    with ExitStack() as resources:
+        resources.enter_context(log)
+        log.summary(summary_rows(recipe, hf_config, train_prompts, eval_prompts))
+        _warn_of_overlap(log, train_prompts, eval_prompts)
+        if checkpoint is not None:
+            log.note(f"resuming from {checkpoint.directory}")
+            for change in changed_fields(checkpoint.recipe, recipe):
+                log.warn(f"the recipe changed since then: {change}")
         rewards = RewardPool(recipe.reward)
-        undo.callback(rewards.close)
+        resources.callback(rewards.close)
+        # A function that does not load must not cost the start of the servers.
+        rewards.wait_ready()
         servers = launch_servers(recipe.rollout, recipe.model, recipe.run_path / "logs", device)
-        undo.callback(close_servers, servers)
+        resources.callback(close_servers, servers)
         rollout = Rollout(
             servers,
             recipe.rollout,
@@ -173,5 +172,61 @@ def open_desk(
             recipe.model,
             disk_dir=recipe.run_path / "sync",
         )
-        undo.pop_all()
-    return Desk(recipe, log, cursor, train_prompts, eval_prompts, rewards, rollout)
+        return Desk(
+            recipe,
+            log,
+            cursor,
+            train_prompts,
+            eval_prompts,
+            rewards,
+            rollout,
+            resources.pop_all(),
+        )
+
+
+def summary_rows(
+    recipe: Recipe, hf_config: dict, train_prompts: PromptSet, eval_prompts: PromptSet | None
+) -> list[tuple[str, str]]:
+    """What the run is about to do, for the top of its log."""
+    actor, rollout, optimizer = recipe.actor, recipe.rollout, recipe.optimizer
+    servers = (
+        f"{len(rollout.urls)} given by URL"
+        if rollout.urls
+        else f"{rollout.servers} x tensor_parallel {rollout.tensor_parallel}"
+    )
+    data = train_prompts.summary()
+    if eval_prompts is not None:
+        data += f"; {eval_prompts.summary()}"
+    return [
+        ("model", f"{recipe.model.path} ({hf_config['model_type']}, {recipe.model.dtype})"),
+        ("data", data),
+        (
+            "actor",
+            f"tensor_parallel {actor.tensor_parallel}, pipeline_parallel "
+            f"{actor.pipeline_parallel}, {os.environ.get('WORLD_SIZE', '1')} processes",
+        ),
+        ("servers", servers),
+        (
+            "step",
+            f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples, up to "
+            f"{rollout.max_response_tokens} tokens, temperature {rollout.temperature:g}",
+        ),
+        (
+            "update",
+            f"{recipe.algorithm.estimator}, {recipe.algorithm.loss_aggregation}, lr "
+            f"{optimizer.lr:g} ({optimizer.schedule})",
+        ),
+        ("run", f"{recipe.run_path}, {recipe.train.steps} steps"),
+    ]
+
+
+def _warn_of_overlap(log: RunLog, train: PromptSet, held_out: PromptSet | None) -> None:
+    if held_out is None:
+        return
+    seen = {prompt.token_ids for prompt in train.prompts}
+    shared = sum(prompt.token_ids in seen for prompt in held_out.prompts)
+    if shared:
+        log.warn(
+            f"{shared} of {len(held_out)} eval prompts are training prompts too: the evaluation is "
+            "not held out"
+        )

@@ -246,7 +246,8 @@ class Recipe(Section):
             problems.append(
                 f"actor.data_parallel is {actor.data_parallel} but a step has only {samples} "
                 f"samples (rollout.prompts_per_step {rollout.prompts_per_step} x "
-                f"rollout.samples_per_prompt {rollout.samples_per_prompt}): each data-parallel rank needs at least one"
+                f"rollout.samples_per_prompt {rollout.samples_per_prompt}): each data-parallel "
+                "rank needs at least one"
             )
         if self.data.eval is None and self.eval != EvalConfig() and self.eval.runs:
             problems.append(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_opo.actor.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_opo.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.step import Actor
 from megatron_opo.advantages import group_advantages_
@@ -21,6 +21,7 @@ from megatron_opo.observe.metrics import eval_metrics, rollout_metrics
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe, check_model
+from megatron_opo.runs import latest_checkpoint
 from megatron_opo.spmd import Driver
 from megatron_opo.weights import export_hf, load_hf, save_hf
 
@@ -30,17 +31,13 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
     driver = Driver(parallel.rank, parallel.control)
     hf_config = check_model(recipe)
     checkpoint = latest_checkpoint(recipe.run_path)
-    first_step = checkpoint.version if checkpoint else 0
-    cursor_state = checkpoint.cursor if checkpoint else None
-    desk = driver.run(
-        lambda: open_desk(recipe, hf_config, parallel.device.type, first_step, cursor_state)
-    )
-    try:
+    desk = driver.run(lambda: open_desk(recipe, hf_config, parallel.device.type, checkpoint))
+    with desk or nullcontext():
         actor = Actor(recipe, hf_config, parallel, driver)
         load_hf(actor.modules, Path(recipe.model.path), hf_config)
         actor.weights_loaded()
         if checkpoint:
-            load_checkpoint(actor, checkpoint.directory)
+            load_checkpoint(actor, checkpoint)
         driver.run(lambda: desk.wait_until_ready())
         if actor.version > 0 or recipe.rollout.urls:
             sync(actor, desk, driver)
@@ -65,9 +62,6 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
             with phase(desk, "export"):
                 export(actor, recipe, driver)
         driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
-    finally:
-        if desk:
-            desk.close()
 
 
 def collect(desk: Desk, version: int) -> PackedBatch:
@@ -141,9 +135,9 @@ def check_probe(actor: Actor, desk: Desk | None, driver: Driver) -> None:
 
 
 def export(actor: Actor, recipe: Recipe, driver: Driver) -> None:
-    """Write the policy as a Hugging Face model directory."""
+    """Write the policy as a Hugging Face model directory, hf/step_N of the run."""
     weights = export_hf(actor.modules, actor.hf_config, actor.dtype)
-    target = recipe.run_path / "hf"
+    target = recipe.run_path / "hf" / f"step_{actor.version}"
     driver.run(
         lambda: save_hf(target, weights, source=Path(recipe.model.path)),
         meanwhile=lambda: deque(weights, maxlen=0),

@@ -117,12 +117,13 @@ def train_and_save(model: str, run_dir: str, overrides: list[str]):
 
 def resume_and_train(model: str, run_dir: str, overrides: list[str]):
     """What `train_and_save` returns, from its checkpoint on."""
-    from megatron_opo.actor.checkpoint import latest_checkpoint, load_checkpoint
+    from megatron_opo.actor.checkpoint import load_checkpoint
+    from megatron_opo.runs import latest_checkpoint
 
     actor = open_actor(model, run_dir, overrides)
     checkpoint = latest_checkpoint(actor.recipe.run_path)
     assert checkpoint is not None
-    load_checkpoint(actor, checkpoint.directory)
+    load_checkpoint(actor, checkpoint)
     restored = actor.version, checkpoint.version, checkpoint.cursor
     metrics = _step(actor)
     return {"restored": restored, "metrics": metrics, "weights": exported(actor)}

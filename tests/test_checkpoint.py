@@ -1,8 +1,10 @@
+import json
+
 import numpy as np
 import pytest
 
-from megatron_opo.actor.checkpoint import latest_checkpoint
 from megatron_opo.errors import CheckpointError
+from megatron_opo.runs import latest_checkpoint
 from tests.actor_cases import resume_and_train, train_and_save
 from tests.models import tiny_qwen3
 from tests.ranks import run_ranks
@@ -46,7 +48,9 @@ def test_only_complete_checkpoints_count_and_the_newest_wins(tmp_path):
         directory = tmp_path / "checkpoints" / f"step_{step}"
         directory.mkdir(parents=True)
         if complete:
-            (directory / "state.json").write_text(f'{{"version": {step}, "cursor": {{}}}}')
+            (directory / "state.json").write_text(
+                json.dumps({"version": step, "cursor": {}, "recipe": {}})
+            )
     (tmp_path / "checkpoints" / "step_12.partial").mkdir()
     assert latest_checkpoint(tmp_path).directory.name == "step_10"
 

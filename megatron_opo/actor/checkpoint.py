@@ -6,11 +6,8 @@ directory with the final name is complete. It loads under another tensor, pipeli
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,58 +17,19 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 from megatron_opo.actor.step import Actor
 from megatron_opo.errors import CheckpointError
-from megatron_opo.recipe import Recipe, dump_recipe
+from megatron_opo.recipe import Recipe
+from megatron_opo.runs import CHECKPOINTS, STATE_FILE, Checkpoint, complete_checkpoints
 from megatron_opo.spmd import Driver
 
-STATE_FILE = "state.json"
 # The form of the optimizer state that loads under any layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    directory: Path
-    version: int
-    cursor: dict[str, Any]
-
-
-def latest_checkpoint(run_path: Path) -> Checkpoint | None:
-    """The newest complete checkpoint of a run.
-
-    Raises:
-        CheckpointError: its state file cannot be read.
-    """
-    found = _complete(run_path / "checkpoints")
-    if not found:
-        return None
-    directory = found[-1]
-    try:
-        state = json.loads((directory / STATE_FILE).read_text())
-        return Checkpoint(directory, version=state["version"], cursor=state["cursor"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {directory}: {STATE_FILE} cannot be used "
-            f"({type(error).__name__}: {error}); move the directory away to resume from "
-            "the one before it"
-        ) from None
-
-
-def _complete(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    steps = {
-        int(match[1]): path
-        for path in root.iterdir()
-        if (match := re.fullmatch(r"step_(\d+)", path.name)) and (path / STATE_FILE).exists()
-    }
-    return [steps[step] for step in sorted(steps)]
 
 
 def save_checkpoint(
     actor: Actor, recipe: Recipe, driver: Driver, cursor_state: Callable[[], dict[str, Any]]
 ) -> None:
     """Write `checkpoints/step_N` of the run, then drop all but the newest `checkpoint.keep`."""
-    root = recipe.run_path / "checkpoints"
+    root = recipe.run_path / CHECKPOINTS
     final = root / f"step_{actor.version}"
     partial = root / f"step_{actor.version}.partial"
 
@@ -83,7 +41,7 @@ def save_checkpoint(
         state = {
             "version": actor.version,
             "cursor": cursor_state(),
-            "recipe": dump_recipe(recipe),
+            "recipe": recipe.model_dump(mode="json"),
         }
         with open(partial / STATE_FILE, "w") as file:
             json.dump(state, file, indent=1)
@@ -92,7 +50,7 @@ def save_checkpoint(
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        for old in _complete(root)[: -recipe.checkpoint.keep]:
+        for old in complete_checkpoints(recipe.run_path)[: -recipe.checkpoint.keep]:
             shutil.rmtree(old)
 
     try:
@@ -109,13 +67,13 @@ def save_checkpoint(
         ) from error
 
 
-def load_checkpoint(actor: Actor, directory: Path) -> None:
+def load_checkpoint(actor: Actor, checkpoint: Checkpoint) -> None:
     """Restore weights, optimizer state and version, whatever layout they were saved under.
 
     Raises:
         CheckpointError: the files are damaged or belong to another model.
     """
-    state = json.loads((directory / STATE_FILE).read_text())
+    directory = checkpoint.directory
     _initialize_optimizer_state(actor)
     try:
         loaded = dist_checkpointing.load(_sharded_state(actor, is_loading=True), str(directory))
@@ -126,7 +84,7 @@ def load_checkpoint(actor: Actor, directory: Path) -> None:
         ) from error
     for i, module in enumerate(actor.modules):
         module.load_state_dict(loaded[f"model{i}"], strict=True)
-    actor.version = state["version"]
+    actor.version = checkpoint.version
     _load_optimizer(actor, loaded["optimizer"])
 
 

@@ -1,0 +1,82 @@
+"""What a run directory holds, read without Megatron."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_opo.errors import CheckpointError
+from megatron_opo.recipe import Recipe
+
+CHECKPOINTS = "checkpoints"
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint. `cursor` is the prompt cursor's state, `recipe` what was run."""
+
+    directory: Path
+    version: int
+    cursor: dict[str, Any]
+    recipe: dict[str, Any]
+
+
+def complete_checkpoints(run_path: Path) -> list[Path]:
+    """Their directories, oldest first."""
+    root = run_path / CHECKPOINTS
+    if not root.is_dir():
+        return []
+    steps = {
+        int(match[1]): path
+        for path in root.iterdir()
+        if (match := re.fullmatch(r"step_(\d+)", path.name)) and (path / STATE_FILE).exists()
+    }
+    return [steps[step] for step in sorted(steps)]
+
+
+def latest_checkpoint(run_path: Path) -> Checkpoint | None:
+    """The newest complete checkpoint of a run.
+
+    Raises:
+        CheckpointError: its state file cannot be read.
+    """
+    found = complete_checkpoints(run_path)
+    if not found:
+        return None
+    path = found[-1] / STATE_FILE
+    try:
+        state = json.loads(path.read_text())
+        return Checkpoint(
+            found[-1],
+            version=int(state["version"]),
+            cursor=dict(state["cursor"]),
+            recipe=dict(state["recipe"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {found[-1]}: {STATE_FILE} cannot be used "
+            f"({type(error).__name__}: {error}); move the directory away to resume from the one "
+            "before it"
+        ) from None
+
+
+def changed_fields(before: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Lines like "optimizer.lr: 1e-06 -> 2e-06" for what differs from a checkpoint's recipe."""
+    old, new = _flat(before), _flat(recipe.model_dump(mode="json"))
+    return [
+        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            leaves |= _flat(value, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = value
+    return leaves

@@ -1,0 +1,174 @@
+"""The command as a user runs it: real servers, real training, a task that any model can learn."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.models import tiny_qwen3
+
+ROOT = Path(__file__).parents[1]
+RECIPE = """
+name: letters
+model: {path: model, dtype: float32}
+data:
+  train: {files: [train.jsonl]}
+  eval: {files: [eval.jsonl]}
+  max_prompt_tokens: 32
+reward: {function: "reward.py:share_of_a", workers: 1}
+rollout:
+  prompts_per_step: 8
+  samples_per_prompt: 8
+  max_response_tokens: 12
+  server_args: {max_total_tokens: 16384}
+actor: {micro_batch_tokens: 1024}
+optimizer: {lr: 3e-3}
+train: {steps: 4}
+eval: {every: 0, samples_per_prompt: 2}
+"""
+REWARD = """
+def share_of_a(data_source, solution_str, ground_truth, extra_info=None):
+    return solution_str.count("a") / max(1, len(solution_str))
+"""
+
+
+def make_project(directory: Path) -> Path:
+    tiny_qwen3(directory / "model")
+    for name, count in [("train", 40), ("eval", 8)]:
+        rows = [{"prompt": f"{name} {i}: ", "answer": "a"} for i in range(count)]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (directory / "reward.py").write_text(REWARD)
+    (directory / "recipe.yaml").write_text(RECIPE)
+    return directory
+
+
+def train(directory: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_opo", "train", "recipe.yaml", *arguments],
+        cwd=directory,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout,
+    )
+
+
+def read_metrics(directory: Path, kind: str) -> list[dict]:
+    lines = (directory / "runs" / "letters" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture(scope="module")
+def finished(project):
+    """A run of four steps, and its output."""
+    outcome = train(project)
+    assert outcome.returncode == 0, outcome.stdout
+    return outcome.stdout
+
+
+def test_the_reward_rises_and_server_and_actor_agree_all_along(project, finished):
+    steps = read_metrics(project, "train")
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    assert steps[-1]["critic/rewards/mean"] > steps[0]["critic/rewards/mean"] + 0.3
+    for record in steps:
+        assert record["on_policy/logprob_gap_max"] < 1e-4
+        assert record["actor/grad_norm"] > 0
+        assert record["sync/bytes"] > 0
+        assert record["rollout/samples"] == 64
+        # OPO: the length-weighted sum of a group's advantages is 0.
+        assert abs(record["critic/advantages/mean"]) < 1e-6
+    evaluations = read_metrics(project, "eval")
+    assert [record["step"] for record in evaluations] == [0, 4]
+    assert evaluations[1]["eval/avg@2"] > evaluations[0]["eval/avg@2"] + 0.3
+    assert "Traceback" not in finished
+
+
+def test_the_run_leaves_what_it_promises(project, finished):
+    run = project / "runs" / "letters"
+    assert "<html" in (run / "report.html").read_text()
+    assert list((run / "tensorboard").iterdir())
+    samples = [json.loads(s) for s in (run / "samples" / "step_000004.jsonl").open()]
+    assert {len(s["response"]) > 0 for s in samples} == {True}
+    groups = {s["group_id"] for s in samples}
+    assert len(samples) == 8 * len(groups), "whole groups are kept"
+    assert "temperature: 1.0" in (run / "recipe.yaml").read_text(), "defaults are shown"
+
+
+def test_the_exported_model_is_the_trained_policy(project, finished):
+    """Its most likely continuation is the rewarded letter; the start model's was not."""
+    first = project / "model"
+    last = project / "runs" / "letters" / "hf" / "step_4"
+    chosen = {}
+    for path in (first, last):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        chat = [{"role": "user", "content": "eval 0: "}]
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        chosen[path] = tokenizer.decode(model(ids).logits[0, -1].argmax())
+    assert chosen[last] == "a"
+    assert chosen[first] != "a"
+
+
+def test_a_finished_run_says_so_and_more_steps_continue_it(project, finished):
+    again = train(project)
+    assert again.returncode == 0
+    assert "already has all of its 4 steps" in again.stdout
+    further = train(project, "train.steps=5", "eval.at_end=false")
+    assert further.returncode == 0, further.stdout
+    assert "resuming from" in further.stdout
+    assert "train.steps: 4 -> 5" in further.stdout
+    steps = read_metrics(project, "train")
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    assert steps[4]["critic/rewards/mean"] > steps[0]["critic/rewards/mean"] + 0.3
+    assert steps[4]["on_policy/logprob_gap_max"] < 1e-4
+    assert (project / "runs" / "letters" / "hf" / "step_5").is_dir()
+
+
+def test_two_ranks_started_by_the_command_train_too(tmp_path):
+    project = make_project(tmp_path)
+    outcome = train(
+        project,
+        "actor.tensor_parallel=2",
+        "train.steps=2",
+        "eval.at_start=false",
+        "eval.at_end=false",
+        "sync.transport=disk",
+    )
+    assert outcome.returncode == 0, outcome.stdout
+    steps = read_metrics(project, "train")
+    assert [record["step"] for record in steps] == [1, 2]
+    assert all(record["on_policy/logprob_gap_max"] < 1e-4 for record in steps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["rollout.sample_per_prompt=4"], "did you mean `rollout.samples_per_prompt`?"),
+        (["model.path=nowhere"], "nowhere is not a directory"),
+        (["actor.tensor_parallel=4"], "allowed: 1, 2"),
+        (["data.train.files=[nowhere.jsonl]"], "nowhere.jsonl"),
+        (["data.train.files=[nowhere.jsonl]", "actor.tensor_parallel=2"], "nowhere.jsonl"),
+        (["reward.function=reward.py:missing"], "share_of_a"),
+    ],
+)
+def test_a_mistake_ends_in_one_clear_error(arguments, expected, tmp_path_factory, project):
+    run_dir = tmp_path_factory.mktemp("mistake") / "run"
+    outcome = train(project, *arguments, f"run_dir={run_dir}", timeout=120)
+    assert outcome.returncode == 2, outcome.stdout
+    assert expected in outcome.stdout
+    assert outcome.stdout.count("error: ") == 1
+    assert "Traceback" not in outcome.stdout
