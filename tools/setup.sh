@@ -59,7 +59,7 @@ pip_install() {
 }
 
 install_cpu() {
-    phase "packages (torch, Megatron-Core, what SGLang needs: 2 GB)" pip_install \
+    phase "packages (torch, Megatron-Core, what SGLang needs: 2 to 6 GB)" pip_install \
         -r requirements/cpu.txt -r requirements/dev.txt -c requirements/constraints.txt
     phase "SGLang" pip_install --no-deps -r requirements/cpu-nodeps.txt
     phase "placeholders for a machine without a GPU" pip_install \
