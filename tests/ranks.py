@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -45,12 +47,16 @@ def run_ranks(count: int, function: Callable, *args: Any, timeout_s: float = 120
     finally:
         for process in processes:
             process.kill()
+            # What the rank started, too: Megatron's checkpoint writer outlives it.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.join()
 
 
 def _run_rank(
     sender: Connection, rank: int, count: int, port: int, function: Callable, args: tuple
 ) -> None:
+    os.setpgid(0, 0)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,6 +1,8 @@
 """Weights on disk: what is written, what is refused, and that every rank learns of it."""
 
 import json
+import os
+import select
 import shutil
 from pathlib import Path
 
@@ -339,8 +341,6 @@ def test_incomplete_weights_are_not_saved(llama, counted, tmp_path):
 
 
 def fail_on_last_rank(count: int) -> int:
-    import os
-
     rank = int(os.environ["RANK"])
     if rank == count - 1:
         raise RuntimeError("as planned")
@@ -348,8 +348,6 @@ def fail_on_last_rank(count: int) -> int:
 
 
 def die(count: int) -> None:
-    import os
-
     os._exit(3)
 
 
@@ -366,3 +364,20 @@ def wait_forever() -> None:
     import threading
 
     threading.Event().wait()
+
+
+def leave_a_child_behind() -> int:
+    import subprocess
+
+    return subprocess.Popen(["sleep", "300"]).pid
+
+
+def test_the_harness_ends_what_a_rank_started():
+    (pid,) = run_ranks(1, leave_a_child_behind)
+    try:
+        ended = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    readable, _, _ = select.select([ended], [], [], 10)
+    os.close(ended)
+    assert readable
