@@ -137,20 +137,12 @@ def _read_sample(
 
 
 def _checked_logprob(value: Any, what: str) -> float:
-    if (
-        type(value) not in (float, int)
-        or not math.isfinite(value)
-        or value > LOGPROB_ROUNDING
-    ):
-        raise BadAnswerError(
-            f"{what} has the logprob {value!r}, not a finite number up to 0"
-        )
+    if type(value) not in (float, int) or not math.isfinite(value) or value > LOGPROB_ROUNDING:
+        raise BadAnswerError(f"{what} has the logprob {value!r}, not a finite number up to 0")
     return float(value)
 
 
-def token_versions(
-    meta: Mapping[str, Any], length: int, server: str
-) -> tuple[int, ...]:
+def token_versions(meta: Mapping[str, Any], length: int, server: str) -> tuple[int, ...]:
     """The weight version behind each token: from the spans if the server gives them.
 
     Raises:
@@ -163,23 +155,17 @@ def token_versions(
     versions: list[int] = []
     for span in spans:
         if span["start"] != len(versions) or span["end"] < span["start"]:
-            raise BadAnswerError(
-                f"the weight versions {spans} do not cover {length} tokens"
-            )
-        versions += [_version_number(span["version"], server)] * (
-            span["end"] - span["start"]
-        )
+            raise BadAnswerError(f"the weight versions {spans} do not cover {length} tokens")
+        versions += [_version_number(span["version"], server)] * (span["end"] - span["start"])
     if len(versions) != length:
-        raise BadAnswerError(
-            f"the weight versions {spans} do not cover {length} tokens"
-        )
+        raise BadAnswerError(f"the weight versions {spans} do not cover {length} tokens")
     return tuple(versions)
 
 
 def _version_number(version: Any, server: str) -> int:
     try:
-        return int(version)
-    except (TypeError, ValueError):
+        return int(str(version))
+    except ValueError:
         raise OnPolicyError(
             f"server {server} reports weight version {version!r}, which is not one of this "
             "trainer's numbers: its weights are of unknown origin or half replaced. Sync the "
@@ -212,10 +198,7 @@ def read_prefill_logprobs(answer: Any, ids: list[int]) -> list[float]:
     except (KeyError, TypeError, IndexError) as error:
         raise BadAnswerError(f"malformed: {type(error).__name__}: {error}") from None
     if found != ids:
-        raise BadAnswerError(
-            f"logprobs of {len(found)} other tokens than the {len(ids)} sent"
-        )
+        raise BadAnswerError(f"logprobs of {len(found)} other tokens than the {len(ids)} sent")
     return [
-        _checked_logprob(value, f"token {place}")
-        for place, value in enumerate(values[1:], start=1)
+        _checked_logprob(value, f"token {place}") for place, value in enumerate(values[1:], start=1)
     ]

@@ -108,9 +108,7 @@ class ExpectedChecksums:
             self._compare_rank(server, place["tp_rank"], rank["checksums"], expected)
         return sum(len(rank["checksums"]) for rank in ranks)
 
-    def _compare_rank(
-        self, server: str, rank: int, found: Mapping[str, str], expected
-    ) -> None:
+    def _compare_rank(self, server: str, rank: int, found: Mapping[str, str], expected) -> None:
         wanted = dict(expected[rank])
         if HEAD not in found and HEAD in wanted:
             # The server ties the head to the embedding; a different one would have been ignored.
@@ -125,9 +123,7 @@ class ExpectedChecksums:
             for name in wanted
             if name in found and wanted[name] != found[name]
         ]
-        problems += [
-            f"{n}: sent, but no such parameter there" for n in wanted if n not in found
-        ]
+        problems += [f"{n}: sent, but no such parameter there" for n in wanted if n not in found]
         problems += [f"{n}: there, but never sent" for n in found if n not in wanted]
         if problems:
             more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -187,9 +183,7 @@ def hash_cuda(shards: Sequence[torch.Tensor]) -> str:
 
 
 def _words(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    flat = [
-        shard.detach().contiguous().reshape(-1).view(torch.uint8) for shard in shards
-    ]
+    flat = [shard.detach().contiguous().reshape(-1).view(torch.uint8) for shard in shards]
     joined = flat[0] if len(flat) == 1 else torch.cat(flat)
     if joined.numel() % 4:
         joined = torch.cat([joined, joined.new_zeros(-joined.numel() % 4)])

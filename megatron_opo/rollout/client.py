@@ -73,9 +73,7 @@ class Rollout:
         self.needs_sync = not all(server.launched for server in servers)
         self._config = rollout
         self._vocab_size = int(config["vocab_size"])
-        self._sync = WeightSync(
-            sync, model, kv_heads, rollout.request_timeout_s, disk_dir
-        )
+        self._sync = WeightSync(sync, model, kv_heads, rollout.request_timeout_s, disk_dir)
         self._in_flight: dict[str, int] = {}
 
     def generate(
@@ -166,9 +164,7 @@ class Rollout:
         for i, sequence in enumerate(sequences):
             check_ids(sequence, self._vocab_size, f"sequence {i}")
 
-        async def score(
-            session: aiohttp.ClientSession, ids: Sequence[int]
-        ) -> list[float]:
+        async def score(session: aiohttp.ClientSession, ids: Sequence[int]) -> list[float]:
             body = {
                 "input_ids": list(ids),
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -207,6 +203,7 @@ class Rollout:
 
     def close(self) -> None:
         """Stop the servers that were launched; those given by URL keep running."""
+        self._sync.close()
         close_servers(self.servers)
 
     def _refuse_unknown_weights(self) -> None:
@@ -222,14 +219,10 @@ class Rollout:
         self.stats.prompt_tokens += len(prompt.token_ids)
         self.stats.response_tokens += sum(sample.length for sample in samples)
 
-    async def _for_each(
-        self, items: Sequence[Any], work, samples_each: int
-    ) -> list[Any]:
+    async def _for_each(self, items: Sequence[Any], work, samples_each: int) -> list[Any]:
         """`work(session, item)` for all items, as many at once as the recipe allows."""
         self._in_flight = {server.url: 0 for server in self.servers}
-        room = asyncio.Semaphore(
-            max(1, self._config.max_concurrent_requests // samples_each)
-        )
+        room = asyncio.Semaphore(max(1, self._config.max_concurrent_requests // samples_each))
 
         async def bounded(session: aiohttp.ClientSession, item: Any) -> Any:
             async with room:
@@ -293,9 +286,7 @@ class Rollout:
                 self._in_flight[server.url] -= weight
             if attempt + 1 < attempts:
                 self.stats.retries += 1
-                await asyncio.sleep(
-                    min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2**attempt)
-                )
+                await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2**attempt))
         raise ServerError(
             f"{what} got no usable answer in {attempts} attempts (rollout.retries "
             f"{self._config.retries}):\n" + "\n".join(failures)
@@ -319,14 +310,10 @@ class Rollout:
         timeout_s = self._config.request_timeout_s
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with session.post(
-                server.url + "/generate", json=body, timeout=timeout
-            ) as got:
+            async with session.post(server.url + "/generate", json=body, timeout=timeout) as got:
                 text, status = await got.text(), got.status
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
-            raise RetryableError(
-                no_answer(server, "/generate", error, timeout_s)
-            ) from None
+            raise RetryableError(no_answer(server, "/generate", error, timeout_s)) from None
         if status >= 500 or status in (408, 429):
             raise RetryableError(f"status {status}: {shorten(text)}")
         if status != 200:

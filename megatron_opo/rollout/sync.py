@@ -9,26 +9,27 @@ import asyncio
 import json
 import os
 import shutil
-import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
-from uuid import uuid4
 
 import aiohttp
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_opo.errors import ServerError, WeightError
 from megatron_opo.recipe import ModelConfig, SyncConfig
 from megatron_opo.rollout.checksum import ExpectedChecksums
+from megatron_opo.rollout.group import (
+    Placement,
+    WeightGroup,
+    in_thread,
+    join_group,
+    leave_group,
+    together,
+)
 from megatron_opo.rollout.server import Server
 from megatron_opo.rollout.wire import call, call_all
 
@@ -48,36 +49,6 @@ class SyncStats:
     checksums: int
 
 
-@dataclass(frozen=True)
-class Placement:
-    """What the servers say of themselves: where they compute and over how many ranks each."""
-
-    device: str
-    tensor_parallel: tuple[int, ...]
-
-
-class WeightGroup:
-    """The process group over which weights are broadcast: this process and every server rank.
-
-    It is built beside torch.distributed's world, from the backend itself, because the world may
-    not exist here, and where it does a group of it can hold only its own members.
-    """
-
-    def __init__(self, store: dist.TCPStore, group: Any):
-        self._store = store
-        self._group = group
-        self.name = ""
-
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Send a contiguous tensor to every rank and wait until it has left."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        self._group.broadcast([flat], options).wait()
-        if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()
-
-
 async def ask_placement(
     session: aiohttp.ClientSession, servers: list[Server], timeout_s: float
 ) -> Placement:
@@ -90,125 +61,6 @@ async def ask_placement(
             "be sent to one kind at a time"
         )
     return Placement(devices.pop(), tuple(int(info["tp_size"]) for info in infos))
-
-
-def address_towards(url: str) -> str:
-    """The IPv4 address of this machine on the way to `url`.
-
-    A name would let both sides choose between IPv4 and IPv6, and they need not choose alike.
-    """
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
-    try:
-        target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
-    except socket.gaierror as error:
-        raise ServerError(
-            f"{url}: {host} has no IPv4 address: {error.strerror}"
-        ) from None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only asks the routing table.
-        probe.connect(target)
-        return probe.getsockname()[0]
-
-
-async def join_group(
-    session: aiohttp.ClientSession,
-    servers: list[Server],
-    placement: Placement,
-    timeout_s: float,
-) -> WeightGroup:
-    """Raises ServerError if a server refuses or does not come within `timeout_s`."""
-    address = address_towards(servers[0].url)
-    world_size = 1 + sum(placement.tensor_parallel)
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
-        address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False
-    )
-    # A server that outlived a failed update still knows the names of earlier groups.
-    name = f"weights-{uuid4().hex[:12]}"
-    backend = "gloo" if placement.device == "cpu" else "nccl"
-    requests, offset = [], 1
-    for server, ranks in zip(servers, placement.tensor_parallel, strict=True):
-        body = {
-            "master_address": address,
-            "master_port": store.port,
-            "rank_offset": offset,
-            "world_size": world_size,
-            "group_name": name,
-            "backend": backend,
-        }
-        requests.append(
-            call(
-                session, server, "/init_weights_update_group", body, timeout_s=timeout_s
-            )
-        )
-        offset += ranks
-    group, *_ = await _together(
-        _in_thread(lambda: _make_group(store, name, backend, world_size, timeout)),
-        *requests,
-    )
-    weight_group = WeightGroup(store, group)
-    weight_group.name = name
-    return weight_group
-
-
-def _make_group(store, name: str, backend: str, world_size: int, timeout: timedelta):
-    # torch nests its keys like this (group, group again, device) on the servers' side.
-    device = "cpu" if backend == "gloo" else "cuda"
-    nested = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-    nested = dist.PrefixStore(f"{device}/", nested)
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(nested, 0, world_size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(nested, 0, world_size, options)
-
-
-async def _in_thread(function) -> Any:
-    """Like asyncio.to_thread, in a daemon thread: one that hangs must not keep the program."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def settle(result, error) -> None:
-        if not future.done():
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-    def run() -> None:
-        result, caught = None, None
-        try:
-            result = function()
-        except Exception as error:  # noqa: BLE001 - handed on to whoever awaits
-            caught = error
-        # The loop is closed when the caller gave up meanwhile.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, result, caught)
-
-    threading.Thread(target=run, daemon=True, name="weight-sync").start()
-    return await future
-
-
-async def _together(*work) -> list[Any]:
-    """All results in order. The first failure is raised at once; the rest is given up.
-
-    A server's own words explain a failure better than the broadcast that it broke, so they win
-    when both failed.
-    """
-    tasks = [asyncio.ensure_future(item) for item in work]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    if pending or any(task.exception() for task in done):
-        # A refusal may arrive a moment after the broadcast noticed the broken connection.
-        if pending:
-            late, pending = await asyncio.wait(pending, timeout=1.0)
-            done |= late
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        errors = [task.exception() for task in done if task.exception()]
-        raise next((e for e in errors if isinstance(e, ServerError)), errors[0])
-    return [task.result() for task in tasks]
 
 
 def buckets(weights: Weights, limit_bytes: int, dtype: torch.dtype, device: str):
@@ -241,9 +93,7 @@ def buckets(weights: Weights, limit_bytes: int, dtype: torch.dtype, device: str)
         bucket.append((name, tensor))
         size += tensor.nbytes
     if not seen:
-        raise WeightError(
-            "no weights were exported, so there is nothing to send to the servers"
-        )
+        raise WeightError("no weights were exported, so there is nothing to send to the servers")
     yield bucket
 
 
@@ -266,8 +116,8 @@ async def send_bucket(
         "load_format": "flattened_bucket",
         "flush_cache": False,
     }
-    await _together(
-        _in_thread(lambda: group.broadcast(flat)),
+    await together(
+        in_thread(lambda: group.broadcast(flat)),
         *(
             call(
                 session,
@@ -285,9 +135,7 @@ async def open_update(
     session: aiohttp.ClientSession, servers: list[Server], timeout_s: float
 ) -> None:
     """Stop sampling, mark the weights as being replaced, drop what the old ones computed."""
-    await call_all(
-        session, servers, "/pause_generation", {"mode": "abort"}, timeout_s=timeout_s
-    )
+    await call_all(session, servers, "/pause_generation", {"mode": "abort"}, timeout_s=timeout_s)
     await _set_version(session, servers, UPDATING, timeout_s)
     path = f"/flush_cache?timeout={FLUSH_TIMEOUT_S:.0f}"
     await call_all(session, servers, path, {}, timeout_s=timeout_s)
@@ -295,9 +143,7 @@ async def open_update(
 
 async def _set_version(session, servers, version: str, timeout_s: float) -> None:
     body = {"new_version": version, "abort_all_requests": False}
-    await call_all(
-        session, servers, "/update_weight_version", body, timeout_s=timeout_s
-    )
+    await call_all(session, servers, "/update_weight_version", body, timeout_s=timeout_s)
 
 
 async def begin_session(
@@ -339,9 +185,7 @@ async def close_update(
             timeout_s=timeout_s,
         )
         for server, answer in zip(servers, answers, strict=True):
-            compared += expected.compare(
-                f"{server.name} ({server.url})", answer["ranks"]
-            )
+            compared += expected.compare(f"{server.name} ({server.url})", answer["ranks"])
     await _set_version(session, servers, str(version), timeout_s)
     infos = await call_all(session, servers, "/model_info", timeout_s=timeout_s)
     for server, info in zip(servers, infos, strict=True):
@@ -366,9 +210,7 @@ class Progress:
         self.tensors += len(bucket)
 
 
-def write_model(
-    parts, directory: Path, model: ModelConfig, progress: Progress, on_bucket
-) -> None:
+def write_model(parts, directory: Path, model: ModelConfig, progress: Progress, on_bucket) -> None:
     """Write buckets as a Hugging Face model directory, which appears only when complete.
 
     Raises:
@@ -377,8 +219,6 @@ def write_model(
     partial = directory.with_name(directory.name + ".partial")
     weight_map: dict[str, str] = {}
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(directory, ignore_errors=True)
         partial.mkdir(parents=True)
         for i, bucket in enumerate(parts):
             on_bucket(bucket)
@@ -390,10 +230,10 @@ def write_model(
         (partial / "model.safetensors.index.json").write_text(json.dumps(index))
         shutil.copy(Path(model.path) / "config.json", partial)
         os.replace(partial, directory)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise WeightError(
             f"sync.transport is disk, but {directory} cannot be written: {error}. The servers "
-            "need a directory that both sides see, with room for two copies of the model"
+            "need a directory that both sides see, with room for a copy of the model"
         ) from None
 
 
@@ -412,12 +252,10 @@ class WeightSync:
         self._model = model
         self._kv_heads = kv_heads
         self._timeout_s = timeout_s
-        self._disk = disk
+        self._disk = disk / "weights"
         self._group: WeightGroup | None = None
 
-    async def update(
-        self, servers: list[Server], weights: Weights, version: int
-    ) -> SyncStats:
+    async def update(self, servers: list[Server], weights: Weights, version: int) -> SyncStats:
         """Replace all weights; see `Rollout.sync`."""
         start = time.monotonic()
         timeout_s = self._timeout_s
@@ -436,58 +274,51 @@ class WeightSync:
             limit = self._config.bucket_mb * 2**20
             if self._config.transport == "disk":
                 parts = buckets(weights, limit, dtype, "cpu")
-                await self._by_disk(
-                    session, servers, parts, expected, progress, version
-                )
+                await self._by_disk(session, servers, parts, expected, progress, version)
             else:
                 parts = buckets(weights, limit, dtype, placement.device)
-                await self._by_broadcast(
-                    session, servers, placement, parts, expected, progress
-                )
-            compared = await close_update(
-                session, servers, expected, version, timeout_s
-            )
+                await self._by_broadcast(session, servers, placement, parts, expected, progress)
+            compared = await close_update(session, servers, expected, version, timeout_s)
         seconds = time.monotonic() - start
         return SyncStats(seconds, progress.bytes, progress.tensors, compared)
 
-    async def _by_broadcast(
-        self, session, servers, placement, parts, expected, progress
-    ) -> None:
+    async def _by_broadcast(self, session, servers, placement, parts, expected, progress) -> None:
+        # Kept only after success: a group in which a send failed may hold a stuck message.
         group, self._group = self._group, None
         if group is None:
             group = await join_group(session, servers, placement, self._timeout_s)
-        await begin_session(session, servers, self._timeout_s)
-        for bucket in parts:
-            _expect(expected, bucket)
-            progress.count(bucket)
-            await send_bucket(session, servers, group, bucket, self._timeout_s)
-        await call_all(
-            session, servers, "/end_weight_update", {}, timeout_s=self._timeout_s
-        )
-        # Kept only after success: a group in which a send failed may hold a stuck message.
+        name = group.name
+        try:
+            await begin_session(session, servers, self._timeout_s)
+            for bucket in parts:
+                _expect(expected, bucket)
+                progress.count(bucket)
+                await send_bucket(session, servers, group, bucket, self._timeout_s)
+            await call_all(session, servers, "/end_weight_update", {}, timeout_s=self._timeout_s)
+        except BaseException:
+            del group
+            await leave_group(session, servers, name)
+            raise
         self._group = group
 
-    async def _by_disk(
-        self, session, servers, parts, expected, progress, version
-    ) -> None:
+    async def _by_disk(self, session, servers, parts, expected, progress, version) -> None:
+        # Only now, not right after the last update: a server answers when its first rank has
+        # read the files, and the others may still be reading.
+        shutil.rmtree(self._disk, ignore_errors=True)
         directory = (self._disk / f"version_{version}").absolute()
-        write_model(
-            parts, directory, self._model, progress, lambda b: _expect(expected, b)
-        )
+        write_model(parts, directory, self._model, progress, lambda b: _expect(expected, b))
         body = {"model_path": str(directory), "load_format": "auto"}
         await call_all(
-            session,
-            servers,
-            "/update_weights_from_disk",
-            body,
-            timeout_s=self._timeout_s,
+            session, servers, "/update_weights_from_disk", body, timeout_s=self._timeout_s
         )
-        shutil.rmtree(directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Forget the process group and remove the weights that were written for the servers."""
+        self._group = None
+        shutil.rmtree(self._disk, ignore_errors=True)
 
 
-def _expect(
-    expected: ExpectedChecksums | None, bucket: list[tuple[str, torch.Tensor]]
-) -> None:
+def _expect(expected: ExpectedChecksums | None, bucket: list[tuple[str, torch.Tensor]]) -> None:
     if expected is not None:
         for name, tensor in bucket:
             expected.add(name, tensor)

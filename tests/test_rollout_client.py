@@ -1,0 +1,328 @@
+"""Sampling from real servers: truth against transformers, and every fault retried or named."""
+
+import json
+import math
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from servers import (
+    DROP,
+    FaultyProxy,
+    perturbed,
+    prompts,
+    reference_logprobs,
+)
+
+from megatron_opo.batch import Prompt
+from megatron_opo.errors import DataError, OnPolicyError, ServerError
+
+pytestmark = pytest.mark.usefixtures("both_launched")
+
+G = 3
+LENGTH = 6
+
+
+@pytest.fixture(scope="module")
+def current(qwen_pool):
+    """The pool after a sync of its own weights: its rollout, weights and version."""
+    rollout = qwen_pool.rollout()
+    weights = qwen_pool.weights()
+    version = qwen_pool.next_version()
+    rollout.sync(iter(weights.items()), version)
+    return rollout, weights, version
+
+
+def sample(rollout, asked, version, temperature=1.0, **settings):
+    settings = {"samples_per_prompt": G, "max_response_tokens": LENGTH} | settings
+    return rollout.generate(asked, version=version, temperature=temperature, **settings)
+
+
+def assert_whole(groups, asked, version, size=G):
+    """No prompt lost, none twice, each with all of its samples, all of one version."""
+    assert [group.prompt for group in groups] == asked
+    for group in groups:
+        assert [s.index for s in group.samples] == list(range(size))
+        assert {s.group_id for s in group.samples} == {group.prompt.id}
+        assert {v for s in group.samples for v in s.versions} == {version}
+        assert all(1 <= s.length == len(s.logprobs) <= LENGTH for s in group.samples)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_transformers(current, qwen_pool, temperature):
+    rollout, weights, version = current
+    asked = prompts(12)
+    groups = sample(rollout, asked, version, temperature, max_response_tokens=LENGTH)
+    assert_whole(groups, asked, version)
+    model = qwen_pool.reference(weights)
+    for group in groups:
+        for one in group.samples:
+            expected = reference_logprobs(
+                model, group.prompt.token_ids, one.response_ids, temperature
+            )
+            torch.testing.assert_close(
+                torch.tensor(one.logprobs, dtype=torch.float64), expected, atol=1e-4, rtol=0
+            )
+    assert len({s.server for group in groups for s in group.samples}) == 2
+
+
+def test_samples_follow_the_distribution(current, qwen_pool):
+    """2,000 first tokens against transformers' probabilities, by Pearson's chi-square."""
+    rollout, weights, version = current
+    prompt = prompts(1)[0]
+    asked = [Prompt(f"c{i}", prompt.token_ids, "", "test", None) for i in range(20)]
+    groups = sample(rollout, asked, version, samples_per_prompt=100, max_response_tokens=1)
+    counts = Counter(s.response_ids[0] for group in groups for s in group.samples)
+    logits = qwen_pool.reference(weights)(torch.tensor([prompt.token_ids])).logits[0, -1]
+    expected = 2000 * torch.softmax(logits.double(), 0)
+    observed = torch.tensor([float(counts[i]) for i in range(len(expected))])
+    statistic = float(((observed - expected) ** 2 / expected).sum().detach())
+    # 99 degrees of freedom; beyond 190 lies less than one in ten million.
+    assert statistic < 190
+
+
+def test_prefill_logprobs_are_those_of_transformers(current, qwen_pool):
+    rollout, weights, _ = current
+    texts = [[5, 6, 7, 8, 9], [40], [90, 3, 17]]
+    model = qwen_pool.reference(weights)
+    for server in range(2):
+        for text, logprobs in zip(texts, rollout.score_tokens(texts, server=server), strict=True):
+            expected = reference_logprobs(model, tuple(text[:1]), text[1:])
+            torch.testing.assert_close(
+                torch.tensor(logprobs, dtype=torch.float64), expected, atol=1e-4, rtol=0
+            )
+
+
+def test_greedy_sampling_takes_the_likeliest_token(current, qwen_pool):
+    rollout, weights, version = current
+    (group,) = sample(rollout, prompts(1), version, 0.0)
+    responses = {s.response_ids for s in group.samples}
+    assert len(responses) == 1
+    context = list(group.prompt.token_ids)
+    model = qwen_pool.reference(weights)
+    for token in next(iter(responses)):
+        assert token == int(model(torch.tensor([context])).logits[0, -1].argmax())
+        context.append(token)
+
+
+def test_stop_tokens_end_a_response_and_belong_to_it(current):
+    rollout, _, version = current
+    everything = tuple(range(100))
+    groups = sample(rollout, prompts(4), version, stop_token_ids=everything)
+    assert all(s.length == 1 and s.finish_reason == "stop" for g in groups for s in g.samples)
+    groups = sample(rollout, prompts(4), version, max_response_tokens=2)
+    for s in (s for g in groups for s in g.samples):
+        assert (s.finish_reason == "stop") == (s.response_ids[-1] == 1)
+
+
+def test_each_sample_is_announced_once_and_counted(current):
+    rollout, _, version = current
+    seen = []
+    groups = sample(rollout, prompts(5), version, on_sample=seen.append)
+    assert sorted(seen, key=id) == sorted((s for g in groups for s in g.samples), key=id)
+    stats = rollout.stats
+    assert (stats.requests, stats.retries, stats.samples) == (5, 0, 5 * G)
+    assert stats.response_tokens == sum(s.length for s in seen)
+    assert stats.prompt_tokens == sum(len(p.token_ids) for p in prompts(5))
+    assert stats.seconds > 0
+
+
+def test_other_versions_are_refused(current, qwen_pool):
+    rollout, _, version = current
+    wrong = version + 1
+    with pytest.raises(OnPolicyError, match=rf"http://.*prompt p0.*\[{version}\].*{wrong}"):
+        sample(rollout, prompts(1), wrong)
+    assert_whole(sample(rollout, prompts(1), wrong, require_version=False), prompts(1), version)
+
+
+def test_what_the_server_would_choke_on_is_not_sent(current):
+    rollout, _, version = current
+    with pytest.raises(DataError, match="prompt odd holds token id 100"):
+        sample(rollout, [*prompts(1), Prompt("odd", (5, 100), "", "t", None)], version)
+    assert rollout.score_tokens([[5, 6]])
+
+
+def test_a_refused_request_is_not_repeated(current):
+    rollout, _, version = current
+    with pytest.raises(ServerError, match=r"status 400.*512"):
+        sample(rollout, [Prompt("long", (5,) * 600, "", "t", None)], version)
+    assert rollout.stats.requests == 1
+
+
+def test_no_more_samples_in_flight_than_allowed(current, qwen_pool):
+    _, _, version = current
+    most, now, lock = [0], [0], threading.Lock()
+
+    def count(path, _):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+
+        def done(content):
+            with lock:
+                now[0] -= 1
+            return 200, content
+
+        return done
+
+    with FaultyProxy(qwen_pool.servers[0].url, plan=count) as proxy:
+        rollout = qwen_pool.rollout([proxy.server], max_concurrent_requests=2 * G)
+        rollout.needs_sync = False
+        assert_whole(sample(rollout, prompts(9), version), prompts(9), version)
+    assert 1 <= most[0] <= 2
+
+
+def change_answer(change):
+    """A fault that edits each sample of the server's answer."""
+
+    def fault(content: bytes) -> tuple[int, bytes]:
+        answer = json.loads(content)
+        for one in answer:
+            change(one)
+        return 200, json.dumps(answer).encode()
+
+    return fault
+
+
+def all_logprobs_nan(one):
+    for pair in one["meta_info"]["output_token_logprobs"]:
+        pair[0] = math.nan
+
+
+FAULTS = {
+    "status 500": ((500, b"broken"), "status 500: broken"),
+    "status 503": ((503, b""), "status 503"),
+    "garbage": ((200, b"{{nonsense"), "not JSON.*nonsense"),
+    "no text": ((200, b"\xff\xfe"), "."),
+    "dropped connection": (DROP, "did not answer /generate"),
+    "NaN logprobs": (change_answer(all_logprobs_nan), "logprob nan"),
+    "one sample too few": (
+        lambda content: (200, json.dumps(json.loads(content)[1:]).encode()),
+        f"{G - 1} samples came back, {G} were asked for",
+    ),
+    "aborted": (
+        change_answer(lambda one: one["meta_info"].update(finish_reason={"type": "abort"})),
+        "ended with 'abort'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_passing_fault_costs_a_retry_and_no_prompt(current, qwen_pool, name):
+    _, _, version = current
+    fault, _ = FAULTS[name]
+    failed = set()
+
+    def first_time(path, body):
+        key = tuple(body["input_ids"])
+        if path != "/generate" or key in failed:
+            return None
+        failed.add(key)
+        return fault
+
+    with FaultyProxy(qwen_pool.servers[0].url, plan=first_time) as proxy:
+        rollout = qwen_pool.rollout([proxy.server], retries=1)
+        rollout.needs_sync = False
+        assert_whole(sample(rollout, prompts(4), version), prompts(4), version)
+    assert rollout.stats.retries == 4
+    assert rollout.stats.requests == 8
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_lasting_fault_is_named(current, qwen_pool, name):
+    _, _, version = current
+    fault, message = FAULTS[name]
+
+    def plan(path, _):
+        return fault if path == "/generate" else None
+
+    with FaultyProxy(qwen_pool.servers[0].url, plan=plan) as proxy:
+        rollout = qwen_pool.rollout([proxy.server], retries=1)
+        rollout.needs_sync = False
+        with pytest.raises(ServerError, match=message) as caught:
+            sample(rollout, prompts(2), version)
+        assert proxy.url in str(caught.value)
+        assert "in 2 attempts (rollout.retries 1)" in str(caught.value)
+
+
+def test_another_server_takes_over(current, qwen_pool):
+    _, _, version = current
+
+    def broken(path, _):
+        return (500, b"broken") if path == "/generate" else None
+
+    with FaultyProxy(qwen_pool.servers[0].url, plan=broken) as proxy:
+        rollout = qwen_pool.rollout([proxy.server, qwen_pool.servers[1]], retries=1)
+        rollout.needs_sync = False
+        groups = sample(rollout, prompts(6), version)
+    assert_whole(groups, prompts(6), version)
+    assert {s.server for g in groups for s in g.samples} == {qwen_pool.servers[1].url}
+    assert 1 <= rollout.stats.retries <= 6
+
+
+def test_a_silent_server_is_given_up(current, qwen_pool):
+    _, _, version = current
+    rollout = qwen_pool.rollout([qwen_pool.servers[0]], request_timeout_s=0.001, retries=0)
+    with pytest.raises(ServerError, match="did not answer /generate within"):
+        sample(rollout, prompts(1), version, max_response_tokens=300)
+
+
+def test_a_stale_token_in_flight_stops_the_step(current, qwen_pool):
+    _, _, version = current
+
+    def stale(one):
+        one["meta_info"]["weight_versions"][0]["version"] = str(version - 1)
+
+    with FaultyProxy(
+        qwen_pool.servers[0].url,
+        plan=lambda path, _: change_answer(stale) if path == "/generate" else None,
+    ) as proxy:
+        rollout = qwen_pool.rollout([proxy.server])
+        rollout.needs_sync = False
+        with pytest.raises(OnPolicyError, match=rf"prompt p\d.*\[{version - 1}\].*{version}"):
+            sample(rollout, prompts(3), version)
+
+
+def test_after_an_error_nothing_keeps_running(current, qwen_pool):
+    """A failed step aborts what it asked for, so that the server is free for whoever comes next."""
+    _, _, version = current
+    victim = tuple(prompts(1)[0].token_ids)
+
+    def plan(path, body):
+        return (400, b"no") if tuple(body.get("input_ids", ())) == victim else None
+
+    with FaultyProxy(qwen_pool.servers[0].url, plan=plan) as proxy:
+        rollout = qwen_pool.rollout([proxy.server])
+        rollout.needs_sync = False
+        with pytest.raises(ServerError, match="status 400: no"):
+            sample(rollout, prompts(3), version, max_response_tokens=400)
+        assert ("/abort_request", {"rid": "", "abort_all": True}) in proxy.seen
+
+
+def test_servers_given_by_url_are_not_trusted_before_a_sync(qwen_pool):
+    with FaultyProxy(qwen_pool.servers[0].url) as proxy:
+        given = qwen_pool.rollout([proxy.server])
+        assert given.needs_sync
+        with pytest.raises(OnPolicyError, match="never synced"):
+            sample(given, prompts(1), 0)
+        with pytest.raises(OnPolicyError, match="never synced"):
+            given.score_tokens([[5, 6]])
+
+
+def test_another_pool_with_other_weights_answers_otherwise(llama_pool):
+    """A server over two ranks: its start weights are version 0, and synced ones are sampled."""
+    rollout = llama_pool.rollout()
+    assert not rollout.needs_sync
+    weights = llama_pool.weights()
+    assert_whole(sample(rollout, prompts(3), 0), prompts(3), 0)
+    weights = perturbed(weights, 5)
+    version = llama_pool.next_version()
+    rollout.sync(iter(weights.items()), version)
+    model = llama_pool.reference(weights)
+    for group in sample(rollout, prompts(3), version):
+        for one in group.samples:
+            expected = reference_logprobs(model, group.prompt.token_ids, one.response_ids)
+            torch.testing.assert_close(
+                torch.tensor(one.logprobs, dtype=torch.float64), expected, atol=1e-4, rtol=0
+            )
