@@ -18,6 +18,7 @@ import aiohttp
 
 from megatron_opo.errors import ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig
+from megatron_opo.rollout import guard
 
 # A server that is asked to stop first looks up after five idle seconds; it has nothing to save.
 STOP_GRACE_S = 2.0
@@ -40,21 +41,14 @@ TRAINER_ENVIRONMENT = (
 )
 TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
-# Runs in the child before SGLang: the kernel kills it when the trainer dies, however it dies.
-# The parent is checked after the request, as it may have died in between. SGLang asks the same
-# for its own children, so the whole tree follows.
-BOUND_TO_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the trainer died before its server started")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-
 
 @dataclass(frozen=True)
 class Server:
-    """One SGLang server. `process` and `log` are None for a server given by rollout.urls."""
+    """One SGLang server. `process` and `log` are None for a server given by rollout.urls.
+
+    `process` is the guard that leads the server's process group and exits with its code, or with
+    128 and the number of the signal that ended it.
+    """
 
     name: str
     url: str
@@ -149,15 +143,7 @@ def launch_servers(
         log = log_dir / f"server_{i}.log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    "-c",
-                    BOUND_TO_PARENT,
-                    str(os.getpid()),
-                    *command,
-                ],
+                [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -281,10 +267,10 @@ async def _wait_healthy(servers, timeout_s, on_wait) -> None:
                 seconds = time.monotonic() - start
                 for task in waiting:
                     server = polls[task]
-                    if seconds > timeout_s:
-                        raise ServerError(_too_slow(server, timeout_s))
                     if on_wait is not None:
                         on_wait(server, seconds, server.log_tail(1))
+                    if seconds > timeout_s:
+                        raise ServerError(_too_slow(server, timeout_s))
         finally:
             for task in polls:
                 task.cancel()
