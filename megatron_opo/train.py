@@ -82,8 +82,11 @@ def sync(actor: Actor, desk: Desk | None, driver: Driver) -> dict[str, float]:
     weights = export_hf(actor.modules, actor.hf_config, actor.dtype)
 
     def send() -> dict[str, float]:
-        with desk.log.phase("sync"):
-            stats = desk.rollout.sync(weights, version=actor.version)
+        try:
+            with desk.log.phase("sync"):
+                stats = desk.rollout.sync(weights, version=actor.version)
+        finally:
+            deque(weights, maxlen=0)  # the other ranks give their parts to the end
         return {"sync/seconds": stats.seconds, "sync/bytes": stats.bytes}
 
     return driver.run(send, meanwhile=lambda: deque(weights, maxlen=0)) or {}

@@ -127,3 +127,21 @@ def resume_and_train(model: str, run_dir: str, overrides: list[str]):
     restored = actor.version, checkpoint.version, checkpoint.cursor
     metrics = _step(actor)
     return {"restored": restored, "metrics": metrics, "weights": exported(actor)}
+
+
+def refused_update(model: str, run_dir: str, steps_before: int, overrides: list[str]):
+    """Offer a rollout of version 0, after some steps: the error, whether the weights stayed as they
+    were, and the version after."""
+    from megatron_opo.errors import OnPolicyError
+
+    actor = open_actor(model, run_dir, overrides)
+    for _ in range(steps_before):
+        _step(actor)
+    before = exported(actor)
+    message = ""
+    try:
+        actor.update(make_rollout(actor.hf_config["vocab_size"]), version=0)
+    except OnPolicyError as error:
+        message = str(error)
+    after = exported(actor)
+    return message, all((before[name] == after[name]).all() for name in before), actor.version

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tests.actor_cases import make_rollout, train_two_steps
+from tests.actor_cases import make_rollout, refused_update, train_two_steps
 from tests.models import tiny_llama, tiny_qwen3
 from tests.ranks import run_ranks
 from transformers import AutoModelForCausalLM
@@ -90,7 +90,11 @@ def assert_matches(result, reference):
     assert {*expected} <= {*result["weights"], "lm_head.weight"}
     for name, tensor in result["weights"].items():
         torch.testing.assert_close(
-            torch.from_numpy(tensor).double(), expected[name], rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            torch.from_numpy(tensor).double(),
+            expected[name],
+            rtol=0,
+            atol=2e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
@@ -128,3 +132,26 @@ def test_the_order_of_sequences_changes_nothing_but_rounding(tmp_path):
     for name, tensor in result["weights"].items():
         exact = reference["weights"][name]
         torch.testing.assert_close(torch.from_numpy(tensor).double(), exact, rtol=0, atol=2e-6)
+
+
+def test_a_second_step_on_a_rollout_is_refused_and_changes_nothing(tmp_path):
+    model = tiny_qwen3(tmp_path / "model")
+    message, unchanged, version = run_ranks(
+        1, refused_update, str(model), str(tmp_path / "run"), 1, []
+    )[0]
+    assert "one optimizer step per rollout" in message
+    assert "sampled by policy version 0 but the policy is at version 1" in message
+    assert unchanged
+    assert version == 1
+
+
+def test_a_rollout_of_another_policy_is_refused_and_changes_nothing(tmp_path):
+    model = tiny_qwen3(tmp_path / "model")
+    bounds = ["algorithm.max_logprob_gap=0.01", "algorithm.mean_logprob_gap=0.01"]
+    message, unchanged, version = run_ranks(
+        1, refused_update, str(model), str(tmp_path / "run"), 0, bounds
+    )[0]
+    assert "disagree on the sampled tokens" in message
+    assert "The worst tokens:" in message
+    assert unchanged
+    assert version == 0

@@ -43,8 +43,8 @@ class MicroBatch:
     rows: torch.Tensor
     places: torch.Tensor
 
-    def packed_seq_params(self) -> PackedSeqParams:
-        cu_seqlens = self.cu_seqlens.to(torch.int32)
+    def packed_seq_params(self, device: torch.device) -> PackedSeqParams:
+        cu_seqlens = self.cu_seqlens.to(device, torch.int32)
         longest = int(self.cu_seqlens.diff().max())
         return PackedSeqParams(
             qkv_format="thd",
@@ -252,9 +252,7 @@ class Actor:
         tokens = micro_batch.tokens.to(device)
         hidden = model(
             input_ids=tokens[None],
-            position_ids=torch.arange(tokens.numel(), device=device)[None],
-            attention_mask=None,
-            packed_seq_params=micro_batch.packed_seq_params(),
+            packed_seq_params=micro_batch.packed_seq_params(device),
         )
 
         def loss_function(hidden: torch.Tensor):

@@ -1,0 +1,68 @@
+"""Imports point one way, so that each part can be read, tested and replaced alone."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "megatron_opo"
+BASE = {"batch", "errors", "recipe"}
+ALLOWED = {
+    "batch": set(),
+    "errors": set(),
+    "environment": {"errors"},
+    "recipe": {"errors"},
+    "runs": {"errors", "recipe"},
+    "spmd": {"errors"},
+    "on_policy": {"batch", "errors"},
+    "advantages": BASE,
+    "rows": BASE | {"procedural"},
+    "procedural": BASE,
+    "prompts": BASE | {"rows", "procedural"},
+    "rewards": BASE | {"procedural"},
+    "observe": {"batch", "errors"},
+    "rollout": BASE,
+    "weights": BASE,
+    "actor": BASE | {"weights", "on_policy", "spmd", "runs"},
+    "launch": set(),
+    "desk": BASE | {"environment", "observe", "prompts", "rewards", "rollout", "runs"},
+    "train": BASE
+    | {"actor", "advantages", "desk", "observe", "on_policy", "runs", "spmd", "weights"},
+}
+ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": set()}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names of all absolute imports, also of those inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def parts() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part not in ("__init__", "__main__", "cli"):
+            found.append((part, path))
+    return found
+
+
+def test_every_part_imports_only_what_stands_before_it():
+    for part, path in parts():
+        assert part in ALLOWED, f"say in this test what {part} may import"
+        for name in imports_of(path):
+            if name.startswith("megatron_opo."):
+                target = name.split(".")[1]
+                if target not in (part, "__version__"):
+                    assert target in ALLOWED[part], f"{path} imports {name}"
+
+
+def test_megatron_and_sglang_are_imported_where_they_belong():
+    for part, path in parts():
+        for library, allowed in ONLY_IN.items():
+            uses = any(name.split(".")[0] == library for name in imports_of(path))
+            assert not uses or part in allowed, f"{path} imports {library}"
