@@ -12,6 +12,7 @@ from megatron_opo.prompts import (
     PromptCursor,
     PromptSet,
     check_tokenizer,
+    hold_out,
     load_prompts,
     load_tokenizer,
 )
@@ -139,6 +140,8 @@ def open_desk(
     eval_prompts = None
     if recipe.data.eval is not None:
         eval_prompts = load_prompts(recipe.data.eval, recipe.data, tokenizer, "eval")
+        if recipe.data.hold_out_eval:
+            train_prompts = hold_out(train_prompts, eval_prompts)
     cursor = PromptCursor(train_prompts, shuffle=recipe.data.shuffle, seed=recipe.seed)
     if checkpoint is not None:
         cursor.restore(checkpoint.cursor)
@@ -154,7 +157,6 @@ def open_desk(
     with ExitStack() as resources:
         resources.enter_context(log)
         log.summary(summary_rows(recipe, hf_config, train_prompts, eval_prompts))
-        _warn_of_overlap(log, train_prompts, eval_prompts)
         if checkpoint is not None:
             log.note(f"resuming from {checkpoint.directory}")
             for change in changed_fields(checkpoint.recipe, recipe):
@@ -218,15 +220,3 @@ def summary_rows(
         ),
         ("run", f"{recipe.run_path}, {recipe.train.steps} steps"),
     ]
-
-
-def _warn_of_overlap(log: RunLog, train: PromptSet, held_out: PromptSet | None) -> None:
-    if held_out is None:
-        return
-    seen = {prompt.token_ids for prompt in train.prompts}
-    shared = sum(prompt.token_ids in seen for prompt in held_out.prompts)
-    if shared:
-        log.warn(
-            f"{shared} of {len(held_out)} eval prompts are training prompts too: the evaluation is "
-            "not held out"
-        )

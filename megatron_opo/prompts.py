@@ -26,6 +26,7 @@ class PromptSet:
     overlong: int
     repeated: int
     max_prompt_tokens: int
+    held_out: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -47,6 +48,8 @@ class PromptSet:
                 f"{self.overlong:,} of {self.rows:,} filtered: longer than "
                 f"{self.max_prompt_tokens} tokens"
             )
+        if self.held_out:
+            notes.append(f"{self.held_out:,} left out: they ask what the evaluation asks")
         if self.repeated:
             notes.append(f"{self.repeated:,} repeat an earlier prompt")
         return f"{self.split}: {len(self):,} prompts" + (f" ({'; '.join(notes)})" if notes else "")
@@ -133,6 +136,23 @@ def load_prompts(
         )
     repeated = len(prompts) - len({p.token_ids for p in prompts})
     return PromptSet(split, tuple(prompts), read, len(overlong), repeated, data.max_prompt_tokens)
+
+
+def hold_out(train: PromptSet, evaluation: PromptSet) -> PromptSet:
+    """The training prompts that the evaluation does not ask, compared token by token.
+
+    Raises:
+        DataError: none is left.
+    """
+    asked = {prompt.token_ids for prompt in evaluation.prompts}
+    kept = tuple(prompt for prompt in train.prompts if prompt.token_ids not in asked)
+    if not kept:
+        raise DataError(
+            f"every one of the {len(train)} training prompts stands in data.eval too: give other "
+            "data, or set data.hold_out_eval=false to train on what is evaluated"
+        )
+    repeated = len(kept) - len({prompt.token_ids for prompt in kept})
+    return replace(train, prompts=kept, repeated=repeated, held_out=len(train) - len(kept))
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -68,6 +68,9 @@ class DataConfig(Section):
     apply_chat_template: bool = True
     max_prompt_tokens: PositiveInt = 1024
     overlong_prompts: Literal["filter", "error"] = "filter"
+    hold_out_eval: bool = Field(
+        default=True, description="leave out training prompts that the evaluation asks too"
+    )
     shuffle: bool = True
 
 

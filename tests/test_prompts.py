@@ -19,6 +19,7 @@ from megatron_opo.prompts import (
     PromptCursor,
     PromptSet,
     check_tokenizer,
+    hold_out,
     load_prompts,
     load_tokenizer,
     render,
@@ -521,3 +522,22 @@ def test_row_is_what_its_docstring_shows():
     assert parse_row(record, "train.jsonl line 3", ANY, "train", "train") == Row(
         "train.jsonl line 3", ({"role": "user", "content": "2+2="},), "train", "4", {}
     )
+
+
+def prompt_set(split: str, *ids: int) -> PromptSet:
+    prompts = tuple(Prompt(str(i), (token,), "", "test", "") for i, token in enumerate(ids))
+    return PromptSet(split, prompts, len(ids), 0, len(ids) - len(set(ids)), 8)
+
+
+def test_training_leaves_out_what_the_evaluation_asks_and_says_so():
+    kept = hold_out(prompt_set("train", 1, 2, 3, 3, 2), prompt_set("eval", 2, 9))
+    assert [(p.id, p.token_ids) for p in kept.prompts] == [("0", (1,)), ("2", (3,)), ("3", (3,))]
+    assert kept.summary() == (
+        "train: 3 prompts (2 left out: they ask what the evaluation asks; "
+        "1 repeat an earlier prompt)"
+    )
+
+
+def test_an_evaluation_of_all_training_prompts_is_refused():
+    with pytest.raises(DataError, match=r"every one of the 2 .*data\.hold_out_eval=false"):
+        hold_out(prompt_set("train", 1, 1), prompt_set("eval", 1))
