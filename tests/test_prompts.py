@@ -497,14 +497,14 @@ def test_a_state_of_other_prompts_is_refused():
         PromptCursor(prompt_set(5), False, 0).restore(state)
     with pytest.raises(CheckpointError, match="lacks fingerprint, seed"):
         kept = {k: v for k, v in state.items() if k not in ("seed", "fingerprint")}
-        PromptCursor(set_of(5), True, 0).restore(kept)
+        PromptCursor(prompt_set(5), True, 0).restore(kept)
 
 
 @pytest.mark.parametrize("field", ["token_ids", "data_source", "ground_truth", "extra_info"])
 def test_the_fingerprint_sees_every_field_that_matters(field):
     from dataclasses import replace
 
-    prompts = set_of(3)
+    prompts = prompt_set(3)
     changed = {
         "token_ids": (9, 9),
         "data_source": "other",
@@ -530,7 +530,7 @@ def set_of(split: str, *ids: int) -> PromptSet:
 
 
 def test_training_leaves_out_what_the_evaluation_asks_and_says_so():
-    kept = hold_out(set_of("train", 1, 2, 3, 3, 2), prompt_set("eval", 2, 9))
+    kept = hold_out(set_of("train", 1, 2, 3, 3, 2), set_of("eval", 2, 9))
     assert [(p.id, p.token_ids) for p in kept.prompts] == [("0", (1,)), ("2", (3,)), ("3", (3,))]
     assert kept.summary() == (
         "train: 3 prompts (2 left out: they ask what the evaluation asks; "
@@ -540,4 +540,4 @@ def test_training_leaves_out_what_the_evaluation_asks_and_says_so():
 
 def test_an_evaluation_of_all_training_prompts_is_refused():
     with pytest.raises(DataError, match=r"every one of the 2 .*data\.hold_out_eval=false"):
-        hold_out(set_of("train", 1, 1), prompt_set("eval", 1))
+        hold_out(set_of("train", 1, 1), set_of("eval", 1))
