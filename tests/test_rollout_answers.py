@@ -142,14 +142,26 @@ def test_logprobs_that_cannot_be_are_refused(value):
         read(item([1, 2], [-1.0, value]))
 
 
-@pytest.mark.parametrize("value", [None, "-1.0", [-1.0]])
+@pytest.mark.parametrize("pair", ["", [], [-1.0], None, {}])
+def test_pairs_that_are_none_are_refused(pair):
+    answer = item([1], [-1.0])
+    answer["meta_info"]["output_token_logprobs"] = [pair]
+    with pytest.raises(BadAnswerError, match="sample 0 is malformed"):
+        read(answer)
+
+
+@pytest.mark.parametrize("value", [None, "-1.0", [-1.0], True])
 def test_logprobs_that_are_no_numbers_are_refused(value):
     with pytest.raises(BadAnswerError, match="has the logprob"):
         read(item([1], [value]))
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.floats()
+    | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=5,
 )

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -138,7 +139,9 @@ def test_a_server_that_is_too_slow_is_named_and_can_be_closed_twice(tmp_path, mo
     wait_until(lambda: not members(servers[0].process.pid), 30.0)
     servers[0].close()
     assert [server for server, _, _ in waits] == servers * len(waits)
-    assert [round(seconds) for _, seconds, _ in waits] == list(range(1, len(waits) + 1))
+    gaps = [later[1] - earlier[1] for earlier, later in pairwise(waits)]
+    assert waits[0][1] >= 0.9
+    assert all(gap >= 0.9 for gap in gaps)
 
 
 TRAINER = """

@@ -10,6 +10,9 @@ from megatron_opo.errors import DataError, OnPolicyError
 # A logprob is at most 0; a log-softmax in low precision may end a rounding error above.
 LOGPROB_ROUNDING = 1e-3
 
+# What reading a value of unexpected shape raises.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+
 
 class BadAnswerError(Exception):
     """An answer that cannot be used; the request is tried again."""
@@ -87,7 +90,7 @@ def read_samples(
     for index, item in enumerate(items):
         try:
             samples.append(_read_sample(item, prompt, index, vocab_size, server))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except MALFORMED as error:
             raise BadAnswerError(
                 f"sample {index} is malformed: {type(error).__name__}: {error}"
             ) from None
@@ -195,7 +198,7 @@ def read_prefill_logprobs(answer: Any, ids: list[int]) -> list[float]:
         pairs = answer["meta_info"]["input_token_logprobs"]
         found = [pair[1] for pair in pairs]
         values = [pair[0] for pair in pairs]
-    except (KeyError, TypeError, IndexError) as error:
+    except MALFORMED as error:
         raise BadAnswerError(f"malformed: {type(error).__name__}: {error}") from None
     if found != ids:
         raise BadAnswerError(f"logprobs of {len(found)} other tokens than the {len(ids)} sent")
