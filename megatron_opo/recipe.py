@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from megatron_opo.errors import RecipeError
 
@@ -20,12 +21,15 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-LOSS_AGGREGATIONS = (
+LossAggregation = Literal[
     "token-mean",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
-)
+]
+
+
+SERVER_RESERVED_TOKENS = 8
 
 
 class Section(BaseModel):
@@ -131,7 +135,7 @@ class SyncConfig(Section):
 
 class AlgorithmConfig(Section):
     estimator: Literal["opo"] = "opo"
-    loss_aggregation: Literal[LOSS_AGGREGATIONS] = "token-mean"
+    loss_aggregation: LossAggregation = "token-mean"
     max_logprob_gap: PositiveFloat = Field(
         default=0.5,
         description="stop when |logp_trainer - logp_server| of any token exceeds this (nats)",
@@ -376,7 +380,7 @@ def _apply_override(tree: dict, override: str) -> None:
     node[leaf] = value
 
 
-def _describe(error: dict, source: str) -> str:
+def _describe(error: ErrorDetails, source: str) -> str:
     location = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{source}: unknown key `{location}`: {_nearest(location)}"
@@ -458,11 +462,13 @@ def check_model(recipe: Recipe) -> dict:
             f"allowed: {', '.join(map(str, allowed))}"
         )
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    if longest > context:
+    # SGLang cuts a response silently at context - 2, and refuses prompts of context - 6 or more.
+    if longest > context - SERVER_RESERVED_TOKENS:
         problems.append(
             f"data.max_prompt_tokens ({recipe.data.max_prompt_tokens}) + "
             f"rollout.max_response_tokens ({recipe.rollout.max_response_tokens}) = {longest} "
-            f"exceeds the model's context of {context} tokens"
+            f"exceeds the {context - SERVER_RESERVED_TOKENS} tokens that the model's context of "
+            f"{context} leaves (servers keep {SERVER_RESERVED_TOKENS} to themselves)"
         )
     if longest > recipe.actor.micro_batch_tokens:
         problems.append(

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_opo.errors import CheckpointError
 from megatron_opo.runs import latest_checkpoint
-from tests.actor_cases import resume_and_train, train_and_save
+from tests.actor_cases import resume_and_train, save_on_a_full_disk, train_and_save
 from tests.models import tiny_qwen3
 from tests.ranks import run_ranks
 
@@ -40,6 +40,15 @@ def test_a_checkpoint_resumes_in_every_layout(saved, model, tmp_path):
                 assert np.array_equal(resumed["weights"][name], weight), (loaded, name)
             else:
                 np.testing.assert_allclose(resumed["weights"][name], weight, rtol=0, atol=2e-6)
+
+
+def test_a_full_disk_is_a_clear_error_and_the_earlier_checkpoint_stays(model, tmp_path):
+    message = run_ranks(1, save_on_a_full_disk, model, str(tmp_path / "run"))[0]
+    assert "step_2.partial" in message
+    assert "earlier checkpoints are untouched" in message
+    assert latest_checkpoint(tmp_path / "run").version == 1
+    resumed = run_ranks(1, resume_and_train, model, str(tmp_path / "run"), [])[0]
+    assert resumed["restored"] == (1, 1, {"row": 7})
 
 
 def test_only_complete_checkpoints_count_and_the_newest_wins(tmp_path):

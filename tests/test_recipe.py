@@ -142,7 +142,7 @@ CONFIG = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 72,
     "vocab_size": 10,
 }
 
@@ -173,7 +173,10 @@ def test_a_fitting_model_passes(model_recipe):
         (["actor.tensor_parallel=3"], "6 attention heads and 2 key-value heads; allowed: 1, 2"),
         (["rollout.tensor_parallel=6"], "rollout.tensor_parallel: 6 does not divide"),
         (["actor.pipeline_parallel=3"], "does not divide the model's 4 layers; allowed: 1, 2, 4"),
-        (["rollout.max_response_tokens=33"], "= 65 exceeds the model's context of 64"),
+        (
+            ["rollout.max_response_tokens=33"],
+            "= 65 exceeds the 64 tokens that the model's context of 72 leaves",
+        ),
         (["actor.micro_batch_tokens=63"], "below the longest possible sequence (64"),
         (["model.path=nowhere"], "is not a directory"),
     ],

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_opo.actor.step import Actor
 from megatron_opo.errors import CheckpointError
@@ -60,10 +61,11 @@ def save_checkpoint(
         )
         dist.barrier(group=actor.parallel.control)
         driver.run(finish)
-    except OSError as error:
+    except (OSError, CheckpointException) as error:
+        reason = str(error).strip().splitlines()[-1]
         raise CheckpointError(
-            f"checkpoint {partial}: cannot be written ({error.strerror or error}); earlier "
-            "checkpoints are untouched. Free space there or change run_dir, and start again"
+            f"checkpoint {partial}: cannot be written ({reason}); earlier checkpoints are "
+            "untouched. Free space there or change run_dir, and start again"
         ) from error
 
 
@@ -76,7 +78,8 @@ def load_checkpoint(actor: Actor, checkpoint: Checkpoint) -> None:
     directory = checkpoint.directory
     _initialize_optimizer_state(actor)
     try:
-        loaded = dist_checkpointing.load(_sharded_state(actor, is_loading=True), str(directory))
+        state = _sharded_state(actor, is_loading=True)
+        loaded: Any = dist_checkpointing.load(state, str(directory))
     except Exception as error:
         raise CheckpointError(
             f"checkpoint {directory} cannot be loaded ({type(error).__name__}: {error}); if it is "
@@ -134,6 +137,7 @@ def _load_optimizer(actor: Actor, state: dict[str, Any]) -> None:
         if part_moments is not None:
             for parameter_state in part.optimizer.state.values():
                 parameter_state.pop("step", None)
-            part.load_parameter_state_from_fully_reshardable(part_moments)
+            # Only a DistributedOptimizer has moments of its own to load.
+            part.load_parameter_state_from_fully_reshardable(part_moments)  # pyright: ignore[reportAttributeAccessIssue]
     for optimizer, parameter in _states(actor):
         optimizer.state[parameter]["step"] = torch.tensor(float(actor.version))
