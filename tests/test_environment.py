@@ -113,11 +113,14 @@ def test_all_problems_come_at_once():
 
 
 def install_metadata(site: Path, name: str, version: str, files: list[str]) -> None:
-    """What an installer leaves behind, without the code."""
+    """What an installer leaves behind, with empty modules."""
     folder = site / f"{name}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (folder / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    for file in files:
+        (site / file).parent.mkdir(parents=True, exist_ok=True)
+        (site / file).touch()
 
 
 def test_the_apex_of_pypi_is_refused(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PIN = re.compile(r"^([A-Za-z0-9_.\[\]-]+)==([A-Za-z0-9_.!+]+)(?: *;[^#]*)?(?:  #.*)?$")
+PIN = re.compile(r"^([A-Za-z0-9_.,\[\]-]+)==([A-Za-z0-9_.!+]+)(?: *;[^#]*)?(?:  #.*)?$")
 
 # Stands in for pip: notes what it was asked, and fails when asked to.
 RECORDING_PIP = """
