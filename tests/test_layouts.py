@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
-from tests.actor_cases import make_rollout, refused_update, train_two_steps
-from tests.models import tiny_llama, tiny_qwen3
-from tests.ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
 from megatron_opo.actor.loss import token_weights
+from tests.actor_cases import make_rollout, refused_update, train_two_steps
+from tests.models import tiny_llama, tiny_qwen3
+from tests.ranks import run_ranks
 
 HORIZON, TEMPERATURE = 64, 0.8
 MODELS = {

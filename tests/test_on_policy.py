@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.test_loss import make_batch
 
 from megatron_opo.errors import OnPolicyError
 from megatron_opo.on_policy import agreement_metrics, check_agreement
+from tests.test_loss import make_batch
 
 
 @pytest.fixture

@@ -42,9 +42,7 @@ def test_a_stage_of_rank_0_reaches_every_rank_and_so_does_its_failure():
     assert (first["result"], second["result"]) == (7, None)
     assert (first["meanwhile"], second["meanwhile"]) == ([], ["ran"])
     assert first["failure"] == "ZeroDivisionError: division by zero"
-    assert second["failure"] == (
-        "DriverFailed: rank 0 failed: ZeroDivisionError: division by zero"
-    )
+    assert second["failure"] == "DriverFailed: rank 0 failed: ZeroDivisionError: division by zero"
 
 
 def test_the_helper_itself_reports_a_rank_that_raises():
