@@ -53,7 +53,7 @@ class Driver:
         failure = self._announce(None)
         if failure:
             raise DriverFailed(f"rank 0 failed: {failure}")
-        return None  # type: ignore[return-value]
+        return None  # pyright: ignore[reportReturnType]
 
     def _announce(self, failure: str | None) -> str:
         encoded = list((failure or "").encode()[:4096])
@@ -67,10 +67,9 @@ class Driver:
 
     def share(self, tensors: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Rank 0's CPU tensors, on every rank."""
-        header = torch.zeros(1, dtype=torch.int64)
-        if self.is_here:
-            assert tensors is not None
-            header[0] = len(tensors)
+        tensors = tensors if self.is_here else []
+        assert tensors is not None, "rank 0 has nothing to share"
+        header = torch.tensor([len(tensors)])
         dist.broadcast(header, 0, group=self.group)
         shapes = torch.full((int(header), 1 + _MAX_DIMS), -1, dtype=torch.int64)
         if self.is_here:

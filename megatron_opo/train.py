@@ -1,8 +1,8 @@
 """The training loop: prompt -> rollout -> reward -> advantage -> update -> sync, and again.
 
 `train` runs on every rank. Rank 0 also drives: `desk` holds what only one process may own (prompt
-cursor, servers, reward workers, log) and is None elsewhere; `driver.run` is how a stage of rank 0
-stands in the common program.
+cursor, servers, reward workers, log); `driver.run` is how a stage of rank 0 stands in the common
+program. On the other ranks `desk`, and whatever a stage returns, is None, whatever its type says.
 """
 
 from collections import deque
@@ -77,7 +77,7 @@ def collect(desk: Desk, version: int) -> PackedBatch:
     return batch
 
 
-def sync(actor: Actor, desk: Desk | None, driver: Driver) -> dict[str, float]:
+def sync(actor: Actor, desk: Desk, driver: Driver) -> dict[str, float]:
     """Give the servers the actor's weights as its version."""
     weights = export_hf(actor.modules, actor.hf_config, actor.dtype)
 
@@ -115,7 +115,7 @@ def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
     return [part.tolist() for part in values.split([len(g.samples) for g in groups])]
 
 
-def check_probe(actor: Actor, desk: Desk | None, driver: Driver) -> None:
+def check_probe(actor: Actor, desk: Desk, driver: Driver) -> None:
     """Before anything is trained: do servers and actor give a text the same logprobs?"""
     batch = driver.run(lambda: desk.probe(actor.version))
     scores = actor.score(batch)
@@ -147,7 +147,7 @@ def export(actor: Actor, recipe: Recipe, driver: Driver) -> None:
     )
 
 
-def phase(desk: Desk | None, name: str):
+def phase(desk: Desk, name: str):
     return desk.log.phase(name) if desk else nullcontext()
 
 

@@ -82,7 +82,9 @@ def answer(model, tokenizer, question: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
     arguments = parser.parse_args()
     if arguments.out.exists():

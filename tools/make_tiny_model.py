@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ALPHABET = "0123456789+=,;"
 PAD, EOS = "<pad>", "<eos>"
+PAD_ID, EOS_ID = 0, 1  # they open the vocabulary
 IGNORED = -100  # label of tokens without loss
 
 TRAIN_PROBLEMS = 20_000
@@ -150,8 +151,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, seed: int) -> Qw
         max_position_embeddings=128,
         tie_word_embeddings=True,
         use_cache=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
         bos_token_id=None,
         initializer_range=0.05,
     )
@@ -165,9 +166,9 @@ def make_rows(
     rows = []
     for prompt, answer in texts:
         prompt_ids = tokenizer(prompt)["input_ids"]
-        rows.append((prompt_ids, [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]))
+        rows.append((prompt_ids, [*tokenizer(answer)["input_ids"], EOS_ID]))
     longest = max(len(p) + len(a) for p, a in rows)
-    ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
+    ids = torch.full((len(rows), longest), PAD_ID)
     labels = torch.full((len(rows), longest), IGNORED)
     for i, (prompt_ids, answer_ids) in enumerate(rows):
         end = len(prompt_ids) + len(answer_ids)
@@ -224,7 +225,7 @@ def accuracy(
     right = 0
     for group in by_length.values():
         ids = torch.tensor([tokenizer(p.prompt)["input_ids"] for p in group])
-        out = model.generate(
+        out = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
             ids,
             do_sample=True,
             top_k=0,
@@ -232,8 +233,8 @@ def accuracy(
             use_cache=True,
             attention_mask=torch.ones_like(ids),
         )
-        for problem, row in zip(group, out[:, ids.shape[1] :], strict=True):
-            text = tokenizer.decode(row, skip_special_tokens=True)
+        texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        for problem, text in zip(group, texts, strict=True):
             right += text.rpartition(";")[2] == problem.answer
     return right / len(problems)
 
@@ -245,7 +246,9 @@ def write_jsonl(path: Path, problems: list[Problem]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=500, help="of the warm start")

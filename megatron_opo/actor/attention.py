@@ -120,7 +120,7 @@ def packed_attention(
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.is_cuda and half and varlen_attn is not None:
-        return varlen_attn(
+        return varlen_attn(  # pyright: ignore[reportReturnType]
             query,
             key,
             value,

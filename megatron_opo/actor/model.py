@@ -98,14 +98,14 @@ def build_model(hf_config: dict[str, Any], actor: ActorConfig, dtype: str) -> li
     rank, stages = parallel_state.get_pipeline_model_parallel_rank(), actor.pipeline_parallel
     model = PackedGPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(config),
+        transformer_layer_spec=_block_spec(config),  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab(architecture.vocab, actor.tensor_parallel),
         max_sequence_length=architecture.max_positions,
         pre_process=rank == 0,
         post_process=rank == stages - 1,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,
+        rotary_base=architecture.rope_theta,  # pyright: ignore[reportArgumentType]
     )
     model.hf_vocab_size = architecture.vocab
     _mark_split_parameters(model)
@@ -136,7 +136,7 @@ def output_weight(model: PackedGPTModel) -> torch.Tensor:
     """[V_padded / tp, H]: the rows of the output layer on this rank; last pipeline stage only."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
-    return model.output_layer.weight
+    return model.output_layer.weight  # pyright: ignore[reportReturnType]
 
 
 def transformer_config(
@@ -259,12 +259,14 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Modul
     if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
+    submodules: Any = layer.submodules
+    submodules.input_layernorm = RMSNorm
+    submodules.pre_mlp_layernorm = RMSNorm
+    attention = submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[layer] * get_num_layers_to_build(config),
+        layer_norm=RMSNorm,  # pyright: ignore[reportArgumentType]
     )

@@ -4,11 +4,13 @@ A scheduler object would be state to restore, and could be advanced twice; a fun
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
 
 from megatron_opo.recipe import OptimizerConfig
 
@@ -30,7 +32,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: list[torch.nn.Module], dtype: torch.dtype
+    config: OptimizerConfig, model: Sequence[MegatronModule], dtype: torch.dtype
 ) -> MegatronOptimizer:
     """Adam with decoupled weight decay over the DistributedDataParallel chunks of `model`."""
     megatron_config = MegatronOptimizerConfig(
@@ -45,4 +47,4 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
     )
-    return get_megatron_optimizer(megatron_config, model)
+    return get_megatron_optimizer(megatron_config, list(model))

@@ -102,7 +102,7 @@ def initialize(actor: ActorConfig, *, seed: int, timeout_s: float = 1800.0) -> P
     )
     _initialize_megatron(actor, seed, timeout_s, on_cpu)
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-    return _describe(device, backend, control)
+    return _describe(device, backend, control)  # pyright: ignore[reportArgumentType]
 
 
 def shutdown() -> None:
@@ -121,7 +121,7 @@ def _initialize_megatron(actor: ActorConfig, seed: int, timeout_s: float, on_cpu
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=actor.tensor_parallel,
         pipeline_model_parallel_size=actor.pipeline_parallel,
-        distributed_timeout_minutes=timeout_s / 60,
+        distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
     )
     torch.manual_seed(seed)
     # The inference tracker forks nothing: there is no CUDA generator to fork, and no dropout.
@@ -153,7 +153,7 @@ def _launcher_environment() -> tuple[int, int, int]:
         raise UnfitEnvironmentError(
             f"RANK is {rank} but WORLD_SIZE is {world_size}: ranks are 0 to {world_size - 1}"
         )
-    return world_size, rank, int(os.environ.get("LOCAL_RANK", rank))
+    return world_size, rank, int(os.environ.get("LOCAL_RANK", str(rank)))
 
 
 def _cuda_device(local_rank: int) -> torch.device:

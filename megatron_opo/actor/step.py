@@ -16,10 +16,10 @@ from megatron.core.distributed import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from megatron_opo.actor.model import build_model, output_weight
 
 from megatron_opo.actor.logprobs import token_logprobs
 from megatron_opo.actor.loss import policy_gradient_loss, token_weights
+from megatron_opo.actor.model import build_model, output_weight
 from megatron_opo.actor.optimizer import build_optimizer, learning_rate
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.schedule import plan_micro_batches
@@ -88,7 +88,7 @@ class Actor:
     """The trained policy. `version` counts its optimizer steps.
 
     All ranks construct it and call its methods together; rollouts are given, and results returned,
-    on rank 0 of `driver` only.
+    on rank 0 of `driver` only: elsewhere `batch` and the scores are None, whatever their type says.
     """
 
     def __init__(self, recipe: Recipe, hf_config: dict, parallel: Parallel, driver: Driver):
@@ -118,13 +118,12 @@ class Actor:
         """Call after the modules' parameters were overwritten: the optimizer keeps its own copy."""
         self.optimizer.reload_model_params()
 
-    def score(self, batch: PackedBatch | None) -> Scores | None:
+    def score(self, batch: PackedBatch) -> Scores:
         """Logprob and entropy of every loss token; no gradient."""
-        batch = self._share(batch)
-        scores = self._run(batch, forward_only=True)
-        return scores if self.driver.is_here else None
+        scores = self._run(self._share(batch), forward_only=True)
+        return scores if self.driver.is_here else None  # pyright: ignore[reportReturnType]
 
-    def update(self, batch: PackedBatch | None, version: int) -> dict[str, float]:
+    def update(self, batch: PackedBatch, version: int) -> dict[str, float]:
         """One optimizer step on a rollout that was sampled by `version`; returns metrics.
 
         Raises:
@@ -181,7 +180,7 @@ class Actor:
             raise TrainingError(
                 f"the gradient of step {self.version + 1} is not finite: nothing was applied"
             )
-        succeeded, grad_norm, _ = self.optimizer.step()
+        succeeded, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
         assert succeeded, "the optimizer skipped a step although the gradient was finite"
         self.version += 1
         return float(grad_norm)
@@ -228,7 +227,7 @@ class Actor:
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(micro_batches),
-            model=self.model,
+            model=list(self.model),
             num_microbatches=len(micro_batches),
             seq_length=self.recipe.actor.micro_batch_tokens,
             micro_batch_size=1,
@@ -283,7 +282,7 @@ class Actor:
             temperature=self.recipe.rollout.temperature,
             vocab_size=self.hf_config["vocab_size"],
             chunk_tokens=self.recipe.actor.logprob_chunk_tokens,
-            group=parallel_state.get_tensor_model_parallel_group(),
+            group=parallel_state.get_tensor_model_parallel_group(),  # pyright: ignore[reportArgumentType]
         )
 
 

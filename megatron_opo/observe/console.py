@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -65,8 +66,10 @@ def step_line(step: int, metrics: dict[str, float], seconds_left: float | None) 
     cells = ""
     for _, name, width in COLUMNS:
         value = metrics.get(name)
-        timed = name.startswith("timing_s/") and value is not None
-        cells += f"{duration(value) if timed else number(value):>{width}}"
+        if value is not None and name.startswith("timing_s/"):
+            cells += f"{duration(value):>{width}}"
+        else:
+            cells += f"{number(value):>{width}}"
     left = "-" if seconds_left is None else duration(seconds_left)
     return f"{step:>{STEP_WIDTH}}{cells}{left:>{LEFT_WIDTH}}"
 
@@ -85,6 +88,13 @@ def summary_text(rows: list[tuple[str, str]]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class _Live:
+    progress: Progress
+    run: TaskID
+    phase: TaskID
+
+
 class Console:
     """Prints lines, and on a TTY keeps live progress below them until `close`."""
 
@@ -94,12 +104,10 @@ class Console:
         self.total_steps = total_steps
         self.lines_since_header: int | None = None
         self.steps_done = 0
-        self.progress: Progress | None = None
-        self.run_task: TaskID | None = None
-        self.phase_task: TaskID | None = None
+        self.live: _Live | None = None
         # rich would also take FORCE_COLOR for a terminal, and fill a CI log with control codes.
-        live = self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self.rich = RichConsole(file=self.stream, highlight=False) if live else None
+        terminal = self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self.rich = RichConsole(file=self.stream, highlight=False) if terminal else None
 
     def line(self, text: str, style: str = "") -> None:
         if self.quiet:
@@ -118,36 +126,35 @@ class Console:
         self.line(step_line(step, metrics, seconds_left))
         self.lines_since_header += 1
         self.steps_done = step
-        if self.progress is not None:
-            self.progress.update(self.run_task, completed=self.steps_done)
+        if self.live is not None:
+            self.live.progress.update(self.live.run, completed=self.steps_done)
 
     def start_phase(self, name: str) -> None:
         if self.quiet or self.rich is None:
             return
-        if self.progress is None:
-            self._add_progress()
+        live = self.live = self.live or self._make_live(self.rich)
         shown = f"{self.steps_done} of {self.total_steps} steps"
-        self.progress.update(self.run_task, description=shown)
-        self.progress.reset(
-            self.phase_task, description=name, total=None, completed=0, detail="", visible=True
+        live.progress.update(live.run, description=shown)
+        live.progress.reset(
+            live.phase, description=name, total=None, completed=0, detail="", visible=True
         )
-        self.progress.start()
+        live.progress.start()
 
     def advance(self, done: float, total: float | None, detail: str) -> None:
-        if self.progress is not None:
-            self.progress.update(
-                self.phase_task, completed=done, total=total, detail=escape(detail)
+        if self.live is not None:
+            self.live.progress.update(
+                self.live.phase, completed=done, total=total, detail=escape(detail)
             )
 
     def end_phase(self) -> None:
-        if self.progress is not None:
-            self.progress.update(self.phase_task, visible=False)
+        if self.live is not None:
+            self.live.progress.update(self.live.phase, visible=False)
 
     def close(self) -> None:
         """Take the live progress away; lines printed so far stay."""
-        if self.progress is not None:
-            self.progress.stop()
-            self.progress = None
+        if self.live is not None:
+            self.live.progress.stop()
+            self.live = None
 
     def _print(self, text: str, style: str) -> None:
         if self.rich is None:
@@ -155,17 +162,16 @@ class Console:
         else:
             self.rich.print(text, style=style, markup=False, soft_wrap=True)
 
-    def _add_progress(self) -> None:
-        self.progress = Progress(
+    def _make_live(self, console: RichConsole) -> _Live:
+        progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[detail]}"),
             TimeElapsedColumn(),
-            console=self.rich,
+            console=console,
             transient=True,
             refresh_per_second=4,
         )
-        self.run_task = self.progress.add_task("", total=self.total_steps, detail="")
-        self.progress.update(self.run_task, completed=self.steps_done)
-        self.phase_task = self.progress.add_task("", total=None, detail="")
+        run = progress.add_task("", total=self.total_steps, completed=self.steps_done, detail="")
+        return _Live(progress, run, phase=progress.add_task("", total=None, detail=""))

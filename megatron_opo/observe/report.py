@@ -164,8 +164,7 @@ def _tiles(run: Run) -> list[dict[str, str]]:
         tiles.append({"label": "training reward", "value": value, "note": note})
     for prefix, meaning in (("eval/avg@", "mean reward"), ("eval/pass@", "solved")):
         metric = run.eval_metric(prefix)
-        points = _curve(run.evals, metric) if metric else []
-        if points:
+        if metric and (points := _curve(run.evals, metric)):
             prompts = run.evals[-1].get("eval/prompts")
             note = meaning if prompts is None else f"{meaning}, {prompts:g} held-out prompts"
             start, end = points[0][1], points[-1][1]

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,7 +84,7 @@ class RunLog:
         self.elapsed_before = max((r.get("elapsed_s") or 0.0 for r in kept), default=0.0)
         self.started = time.monotonic()
         with writing(self.run_path / "tensorboard"):
-            self.tensorboard = SummaryWriter(
+            self.tensorboard: SummaryWriter | None = SummaryWriter(
                 str(self.run_path / "tensorboard"), purge_step=first_step + 1 if first_step else 0
             )
         self.wandb = None
@@ -180,7 +180,7 @@ class RunLog:
         self,
         step: int,
         groups: list[Group],
-        advantages: list[list[float | None]] | None = None,
+        advantages: Sequence[Sequence[float | None]] | None = None,
         kind: Kind = "train",
     ) -> None:
         """Keep whole groups of a step, up to `samples_per_step` samples.
@@ -220,15 +220,13 @@ class RunLog:
             self.metrics_path,
             to_json_line({**record, **{name: finite(value) for name, value in values.items()}}),
         )
-        self._to_tensorboard(step, values)
+        if self.tensorboard is not None:
+            with writing(self.run_path / "tensorboard"):
+                for name, value in values.items():
+                    self.tensorboard.add_scalar(name, value, step)
+                self.tensorboard.flush()
         if self.wandb is not None:
             self.wandb.log({"step": step, **values})
-
-    def _to_tensorboard(self, step: int, metrics: dict[str, float]) -> None:
-        with writing(self.run_path / "tensorboard"):
-            for name, value in metrics.items():
-                self.tensorboard.add_scalar(name, value, step)
-            self.tensorboard.flush()
 
     def _log(self, text: str) -> None:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
@@ -253,7 +251,7 @@ def _drop_steps_that_run_again(run_path: Path, first_step: int) -> list[dict[str
 
 def _start_wandb(run_path: Path, project: str, recipe_text: str, first_step: int):
     try:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UnfitEnvironmentError(
             f"log.wandb_project is {project!r}, but wandb cannot be imported ({error}); "

@@ -1,6 +1,7 @@
 """Which responses of a step are kept, and how they look in samples/*.jsonl."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,7 +82,7 @@ def write_samples(
     run_path: Path,
     step: int,
     groups: list[Group],
-    advantages: list[list[float | None]] | None,
+    advantages: Sequence[Sequence[float | None]] | None,
     kind: Kind,
     limit: int,
 ) -> Path | None:

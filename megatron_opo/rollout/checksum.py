@@ -157,7 +157,7 @@ def hash_cpu(shards: Sequence[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for shard in shards:
         flat = shard.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memoryview(flat.numpy()))
+        digest.update(flat.numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -1,6 +1,6 @@
 """A Megatron model, whatever its layout, as Hugging Face tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from megatron_opo.weights.slices import local_parameters, unmerge
 
 
 def export_hf(
-    model: list[torch.nn.Module], hf_config: dict[str, Any], dtype: torch.dtype
+    model: Sequence[torch.nn.Module], hf_config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the whole model on global rank 0, in Hugging Face order.
 
@@ -33,7 +33,7 @@ def export_hf(
         return
     architecture = read_architecture(hf_config)
     parameters, owners = _agree(model, architecture)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    pipeline: Any = parallel_state.get_pipeline_model_parallel_group()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     device = next(iter(parameters.values())).device
@@ -43,20 +43,24 @@ def export_hf(
             parameter = parameters[row.megatron.format(layer=layer)].detach().to(dtype)
             gathered = _gather(row, parameter)
         for i, part in enumerate(row.parts):
+            if tp_rank != 0 or stage not in (0, owner):
+                continue
             name, shape = part.name.format(layer=layer), architecture.shape(part)
-            tensor = None
-            if stage == owner and tp_rank == 0:
+            if stage == owner:
                 tensor = _whole_part(architecture, row, gathered, i)
                 _check_shape(name, tensor, shape)
-            if owner and tp_rank == 0 and stage in (0, owner):
-                tensor = _send_to_first(tensor, shape, dtype, device, owner, pipeline)
-            if stage == 0 and tp_rank == 0:
+                if owner != 0:
+                    dist.send(tensor, group=pipeline, group_dst=0)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(tensor, group=pipeline, group_src=owner)
+            if stage == 0:
                 yield name, tensor
 
 
 def _agree(
-    model: list[torch.nn.Module], architecture: Architecture
-) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    model: Sequence[torch.nn.Module], architecture: Architecture
+) -> tuple[dict[str, torch.nn.Parameter], dict[str, int]]:
     """This rank's parameters, and which pipeline stage holds each of the model's (the first one,
     where several do)."""
     parameters, problem = {}, None
@@ -66,8 +70,8 @@ def _agree(
         )
     except WeightError as error:
         problem = str(error)
+    stages: list = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     group = parallel_state.get_pipeline_model_parallel_group()
-    stages: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(stages, (sorted(parameters), problem), group=group)
     problems = [problem for _, problem in stages if problem]
     if problems:
@@ -81,12 +85,12 @@ def _agree(
 
 def _gather(row: Row, parameter: torch.Tensor) -> list[torch.Tensor]:
     """Every tensor-parallel rank's slice, on the first of them; elsewhere nothing."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    size = dist.get_world_size(group)
+    size = parallel_state.get_tensor_model_parallel_world_size()
     if size == 1 or row.split is None:
         return [parameter]
-    first = dist.get_rank(group) == 0
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
     slices = [torch.empty_like(parameter) for _ in range(size)] if first else None
+    group: Any = parallel_state.get_tensor_model_parallel_group()
     dist.gather(parameter.contiguous(), slices, group=group, group_dst=0)
     return slices or []
 
@@ -112,19 +116,3 @@ def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> Non
             f"export of `{name}`: the model holds {list(tensor.shape)}, its config.json says "
             f"{list(shape)}; nothing with a wrong shape may leave the trainer"
         )
-
-
-def _send_to_first(
-    tensor: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    owner: int,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    if tensor is not None:
-        dist.send(tensor, group=group, group_dst=0)
-        return tensor
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    dist.recv(tensor, group=group, group_src=owner)
-    return tensor

@@ -224,7 +224,7 @@ def read_architecture(hf_config: dict[str, Any]) -> Architecture:
         RecipeError: the family is unknown, or the config asks for something this code does not do;
             every problem is listed.
     """
-    family = FAMILIES.get(hf_config.get("model_type"))
+    family = FAMILIES.get(hf_config.get("model_type", ""))
     if family is None:
         raise RecipeError(
             f"config.json: `model_type` is {hf_config.get('model_type')!r}; allowed: "
@@ -233,7 +233,7 @@ def read_architecture(hf_config: dict[str, Any]) -> Architecture:
     problems = _unsupported(family, hf_config)
 
     def whole(key: str, default: int | None = None) -> int:
-        return _number(hf_config, key, int, problems, default)
+        return int(_number(hf_config, key, int, problems, default))
 
     heads = whole("num_attention_heads")
     hidden = whole("hidden_size")

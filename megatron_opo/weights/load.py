@@ -1,5 +1,6 @@
 """Hugging Face weights into a Megatron model: each rank reads only its own slices."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row, 
 from megatron_opo.weights.slices import local_parameters, merge, parameter_rows, slice_bounds
 
 
-def load_hf(model: list[torch.nn.Module], directory: Path, hf_config: dict[str, Any]) -> None:
+def load_hf(model: Sequence[torch.nn.Module], directory: Path, hf_config: dict[str, Any]) -> None:
     """Fill every parameter from the safetensors files in `directory`.
 
     All ranks call it together; rows that pad the vocabulary become zero.
@@ -39,7 +40,9 @@ def load_hf(model: list[torch.nn.Module], directory: Path, hf_config: dict[str, 
         raise WeightError("\n".join(different))
 
 
-def _load(model: list[torch.nn.Module], checkpoint: Checkpoint, architecture: Architecture) -> None:
+def _load(
+    model: Sequence[torch.nn.Module], checkpoint: Checkpoint, architecture: Architecture
+) -> None:
     check_names(checkpoint, architecture.hf_shapes(), architecture.tied)
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     parameters = local_parameters(model, architecture, tp_size)

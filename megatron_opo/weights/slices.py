@@ -1,6 +1,7 @@
 """How a Megatron parameter of one rank is made of Hugging Face tensors, and back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ FUSED_NORMS = {
 
 
 def local_parameters(
-    model: list[torch.nn.Module], architecture: Architecture, tp_size: int
+    model: Sequence[torch.nn.Module], architecture: Architecture, tp_size: int
 ) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters by Megatron name, layers counted from 0 over the whole model.
 
@@ -25,9 +26,7 @@ def local_parameters(
         WeightError: the model is not one of this architecture.
     """
     parameters = {}
-    for chunk in model:
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
+    for chunk in map(_unwrapped, model):
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         for name, parameter in chunk.named_parameters():
             parameters[_global_name(name, numbers)] = parameter
@@ -48,6 +47,12 @@ def local_parameters(
                 f"{list(expected[name])}: the model was built from another config"
             )
     return parameters
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def _global_name(name: str, numbers: list[int]) -> str:
