@@ -19,6 +19,7 @@ test: lint
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python
 
 format: setup
 	$(VENV)/bin/ruff check --fix .
