@@ -51,7 +51,7 @@ class Habits:
 
 
 PROPER = Habits(careful=1.0, slip=0.0)
-SLOPPY = Habits(careful=0.4, slip=0.08)
+SLOPPY = Habits(careful=0.5, slip=0.08)
 
 
 @dataclass(frozen=True)
