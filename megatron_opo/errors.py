@@ -20,6 +20,10 @@ class RewardError(OpoError):
     """A reward function that cannot be loaded or that fails on everything."""
 
 
+class KernelError(OpoError, ValueError):
+    """Arguments that the advantage kernel cannot take, or a kernel that cannot be built."""
+
+
 class ServerError(OpoError):
     """A rollout server that does not start, dies, or answers something unusable."""
 

@@ -1,0 +1,71 @@
+"""Compile a source file of this package into a shared library, once per machine and version."""
+
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from megatron_opo.errors import KernelError
+
+
+def build(source: Path, command: list[str]) -> Path:
+    """The library that `command` (a compiler and its flags) makes of `source`.
+
+    It lies in the user's cache under a hash of all that it depends on: source, command, the
+    compiler's version and this processor, so that machines that share a home directory do not
+    run each other's code.
+
+    Raises:
+        KernelError: the compiler does not run or refuses the source; the message has its output.
+    """
+    parts = [source.read_text(), *command, _output([command[0], "--version"]), _processor()]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    library = cache_directory() / f"{source.stem}-{digest}.so"
+    if not library.exists():
+        # Ranks may build at the same time: each under a name of its own, then renamed at once.
+        with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+            unfinished = Path(directory) / library.name
+            _output([*command, "-o", str(unfinished), str(source)])
+            unfinished.replace(library)
+    return library
+
+
+@cache
+def cache_directory() -> Path:
+    """$XDG_CACHE_HOME/megatron_opo or ~/.cache/megatron_opo; where neither can be written, a
+    temporary directory of this process."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    directory = Path(base) / "megatron_opo"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="megatron_opo-"))
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelError(f"`{' '.join(command)}` did not run: {error}") from None
+    if done.returncode:
+        raise KernelError(
+            f"`{' '.join(command)}` failed with status {done.returncode}:\n{done.stderr.strip()}"
+        )
+    return done.stdout
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(
+        sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
+    )

@@ -1,0 +1,275 @@
+// Rewards -> token-level advantages in place, on the CPU. A plain C interface: no torch, no ABI.
+// Values of tokens are written as bit patterns: a sequence has one advantage, rounded once.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace {
+
+template <class To, class From>
+To bits_as(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+struct Float32 {
+  using Word = uint32_t;
+  static float load(Word word) { return bits_as<float>(word); }
+  static Word round(double value) { return bits_as<Word>(static_cast<float>(value)); }
+};
+
+struct BFloat16 {
+  using Word = uint16_t;
+  static float load(Word word) { return bits_as<float>(static_cast<uint32_t>(word) << 16); }
+  static Word round(double value) {
+    const float narrow = static_cast<float>(value);
+    const uint32_t bits = bits_as<uint32_t>(narrow);
+    if (narrow != narrow) return static_cast<Word>((bits >> 16) | 0x40);
+    return static_cast<Word>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);  // to nearest, even
+  }
+};
+
+struct Float16 {
+  using Word = uint16_t;
+  static float load(Word word) { return static_cast<float>(bits_as<_Float16>(word)); }
+  static Word round(double value) {
+    return bits_as<Word>(static_cast<_Float16>(static_cast<float>(value)));
+  }
+};
+
+// Calls work(part) for every part, each on a thread of its own if the system grants one.
+template <class Work>
+void in_parallel(int parts, const Work& work) {
+  std::vector<std::thread> threads;
+  threads.reserve(parts);
+  for (int part = 1; part < parts; ++part) {
+    try {
+      threads.emplace_back(work, part);
+    } catch (const std::system_error&) {
+      work(part);
+    }
+  }
+  work(0);
+  for (std::thread& thread : threads) thread.join();
+}
+
+int64_t share(int64_t count, int part, int parts) {
+  return count / parts * part + std::min<int64_t>(part, count % parts);
+}
+
+// Advantages of a group's members: relative to the first reward, so that equal ones cancel exactly.
+// `member` maps 0 .. size-1 to an index of rewards and weights.
+template <class Member, class Write>
+void group_advantages(const double* rewards, const double* weights, int64_t size,
+                      bool singleton_raw, const Member& member, const Write& write) {
+  if (size == 0) return;
+  const double reference = rewards[member(0)];
+  double total = 0, weighted = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t m = member(i);
+    total += weights[m];
+    weighted += weights[m] * (rewards[m] - reference);
+  }
+  const bool raw = singleton_raw && size == 1;
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t m = member(i);
+    const double advantage = raw ? rewards[m] : (rewards[m] - reference) - weighted / total;
+    write(m, total > 0 ? advantage : 0.0);
+  }
+}
+
+template <class Element>
+void ragged(typename Element::Word* buffer, const double* rewards, const double* weights,
+            const int64_t* group_offsets, int64_t groups, const int64_t* cu_seqlens,
+            int64_t sequences, const uint8_t* mask, bool singleton_raw, int threads) {
+  using Word = typename Element::Word;
+  std::vector<Word> words(sequences);
+  for (int64_t k = 0; k < groups; ++k) {
+    const int64_t first = group_offsets[k];
+    group_advantages(
+        rewards, weights, group_offsets[k + 1] - first, singleton_raw,
+        [=](int64_t i) { return first + i; },
+        [&](int64_t i, double advantage) { words[i] = Element::round(advantage); });
+  }
+  const int64_t begin = cu_seqlens[0], tokens = cu_seqlens[sequences] - begin;
+  in_parallel(threads, [&](int part) {
+    int64_t token = begin + share(tokens, part, threads);
+    const int64_t stop = begin + share(tokens, part + 1, threads);
+    int64_t i = std::upper_bound(cu_seqlens, cu_seqlens + sequences + 1, token) - cu_seqlens - 1;
+    for (; token < stop; ++i) {
+      const int64_t end = std::min(stop, cu_seqlens[i + 1]);
+      const Word word = words[i];
+      if (mask == nullptr) {
+        std::fill(buffer + token, buffer + end, word);
+      } else {
+        for (int64_t t = token; t < end; ++t) buffer[t] = mask[t] ? word : Word{0};
+      }
+      token = end;
+    }
+  });
+}
+
+template <class Element, class MaskWord>
+struct Padded {
+  using Word = typename Element::Word;
+  Word* tokens;  // [rows, width]: rewards, then advantages
+  int64_t row_stride;
+  const MaskWord* mask;
+  int64_t mask_stride;
+  MaskWord mask_keep;  // bits that make a mask true: all, or all but the sign (-0.0 is false)
+  int64_t rows, width;
+  const int64_t *order, *group_start, *group_end;
+  double *sums, *lengths;
+  bool singleton_raw;
+
+  void measure(int64_t row) const {
+    constexpr int kLanes = 16;  // independent sums, which the compiler may vectorise
+    const Word* values = tokens + row * row_stride;
+    const MaskWord* on = mask + row * mask_stride;
+    double sum[kLanes] = {};
+    int32_t count[kLanes] = {};
+    int64_t t = 0;
+    for (; t + kLanes <= width; t += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const double value = Element::load(values[t + lane]);
+        const bool counts = (on[t + lane] & mask_keep) != 0;
+        sum[lane] += counts ? value : 0.0;
+        count[lane] += counts;
+      }
+    }
+    for (; t < width; ++t) {
+      if ((on[t] & mask_keep) == 0) continue;
+      sum[0] += Element::load(values[t]);
+      ++count[0];
+    }
+    sums[row] = lengths[row] = 0;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      sums[row] += sum[lane];
+      lengths[row] += count[lane];
+    }
+  }
+
+  // Of the group whose members are order[first:group_end[first]]; advantages replace sums.
+  void subtract_baseline(int64_t first) const {
+    group_advantages(
+        sums, lengths, group_end[first] - first, singleton_raw,
+        [&](int64_t i) { return order[first + i]; },
+        [&](int64_t row, double advantage) { sums[row] = advantage; });
+  }
+
+  void write(int64_t row) const {
+    Word* values = tokens + row * row_stride;
+    const MaskWord* on = mask + row * mask_stride;
+    const Word word = Element::round(sums[row]);
+    for (int64_t t = 0; t < width; ++t) values[t] = (on[t] & mask_keep) != 0 ? word : Word{0};
+  }
+
+  void run(int threads) const {
+    std::vector<int64_t> firsts;
+    for (int64_t p = 0; p < rows; ++p) {
+      if (group_start[p] == p) firsts.push_back(p);
+    }
+    const int64_t groups = static_cast<int64_t>(firsts.size());
+    if (groups < 4 * threads) return run_by_rows(threads, firsts);
+    // Group by group, its rows are still in the cache when they are written.
+    std::atomic<int64_t> next{0};
+    in_parallel(threads, [&](int) {
+      for (int64_t g; (g = next.fetch_add(1)) < groups;) {
+        const int64_t first = firsts[g], end = group_end[first];
+        for (int64_t p = first; p < end; ++p) measure(order[p]);
+        subtract_baseline(first);
+        for (int64_t p = first; p < end; ++p) write(order[p]);
+      }
+    });
+  }
+
+  void run_by_rows(int threads, const std::vector<int64_t>& firsts) const {
+    const auto for_rows = [&](const auto& work) {
+      in_parallel(threads, [&](int part) {
+        const int64_t stop = share(rows, part + 1, threads);
+        for (int64_t row = share(rows, part, threads); row < stop; ++row) work(row);
+      });
+    };
+    for_rows([&](int64_t row) { measure(row); });
+    for (const int64_t first : firsts) subtract_baseline(first);
+    for_rows([&](int64_t row) { write(row); });
+  }
+};
+
+template <class Element, class MaskWord>
+void padded(void* tokens, int64_t row_stride, const void* mask, int64_t mask_stride,
+            uint64_t mask_keep, int64_t rows, int64_t width, const int64_t* order,
+            const int64_t* group_start, const int64_t* group_end, double* workspace,
+            bool singleton_raw, int threads) {
+  Padded<Element, MaskWord>{static_cast<typename Element::Word*>(tokens),
+                            row_stride,
+                            static_cast<const MaskWord*>(mask),
+                            mask_stride,
+                            static_cast<MaskWord>(mask_keep),
+                            rows,
+                            width,
+                            order,
+                            group_start,
+                            group_end,
+                            workspace,
+                            workspace + rows,
+                            singleton_raw}
+      .run(threads);
+}
+
+}  // namespace
+
+// Element types of token buffers: 0 float32, 1 bfloat16, 2 float16. Both return 0, or 1 when the
+// system has no memory left.
+
+extern "C" int opo_ragged(int element, void* buffer, const double* rewards, const double* weights,
+                          const int64_t* group_offsets, int64_t groups, const int64_t* cu_seqlens,
+                          int64_t sequences, const uint8_t* mask, int singleton_raw, int threads) {
+  const auto call = [&](auto type) {
+    using Element = decltype(type);
+    ragged<Element>(static_cast<typename Element::Word*>(buffer), rewards, weights, group_offsets,
+                    groups, cu_seqlens, sequences, mask, singleton_raw != 0, threads);
+  };
+  try {
+    if (element == 0) call(Float32{});
+    if (element == 1) call(BFloat16{});
+    if (element == 2) call(Float16{});
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
+
+extern "C" int opo_padded(int element, void* tokens, int64_t row_stride, int mask_bytes,
+                          uint64_t mask_keep, const void* mask, int64_t mask_stride, int64_t rows,
+                          int64_t width, const int64_t* order, const int64_t* group_start,
+                          const int64_t* group_end, double* workspace, int singleton_raw,
+                          int threads) {
+  const auto call = [&](auto type, auto mask_word) {
+    padded<decltype(type), decltype(mask_word)>(tokens, row_stride, mask, mask_stride, mask_keep,
+                                                rows, width, order, group_start, group_end,
+                                                workspace, singleton_raw != 0, threads);
+  };
+  const auto with_mask = [&](auto type) {
+    if (mask_bytes == 1) call(type, uint8_t{});
+    if (mask_bytes == 2) call(type, uint16_t{});
+    if (mask_bytes == 4) call(type, uint32_t{});
+    if (mask_bytes == 8) call(type, uint64_t{});
+  };
+  try {
+    if (element == 0) with_mask(Float32{});
+    if (element == 1) with_mask(BFloat16{});
+    if (element == 2) with_mask(Float16{});
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
