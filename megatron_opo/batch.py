@@ -4,10 +4,15 @@ Shape legend: P prompts of a step, G samples of a prompt, K groups, N sequences,
 V vocabulary.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+from megatron_opo.errors import RewardError
+
+SHOWN_REASONS = 5
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt: the unit over which the baseline is computed."""
+    """All samples of one prompt: the unit over which the baseline is computed.
+
+    `greedy` is the most likely response where an estimator wants it as baseline; it is not trained.
+    """
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    greedy: Sample | None = None
 
     def with_samples(self, samples) -> "Group":
         return replace(self, samples=tuple(samples))
@@ -78,6 +87,7 @@ class PackedBatch:
         group_offsets     [0, 2]                            # [K+1] in sequences
         rewards           [1, 0]                            # [N]
         sample_ids        [0, 1]                            # [N] place in the whole rollout
+        greedy_rewards    [1]                               # [K] NaN: none; or None for all
     """
 
     tokens: torch.Tensor
@@ -88,6 +98,7 @@ class PackedBatch:
     group_offsets: torch.Tensor
     rewards: torch.Tensor
     sample_ids: torch.Tensor
+    greedy_rewards: torch.Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -103,6 +114,14 @@ class PackedBatch:
         cumulative = torch.zeros(self.tokens.numel() + 1, dtype=torch.int64)
         torch.cumsum(self.loss_mask, 0, out=cumulative[1:])
         return cumulative[self.cu_seqlens].diff()
+
+    @property
+    def mean_advantages(self) -> torch.Tensor:
+        """[N] float64, over the tokens that carry loss; NaN where there are none."""
+        lengths = self.response_lengths
+        sequence = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+        sums = torch.zeros(lengths.numel(), dtype=torch.float64)
+        return sums.index_add_(0, sequence, self.advantages[self.loss_mask].double()) / lengths
 
     def select(self, sequences: list[int]) -> "PackedBatch":
         """The given sequences, in that order. Group structure is dropped: advantages are set."""
@@ -129,7 +148,7 @@ def pack(groups: list[Group]) -> PackedBatch:
     `sample_ids` counts them, so it indexes the samples of `groups` in order.
 
     Raises:
-        ValueError: no sample of the whole rollout could be scored.
+        RewardError: no sample of the whole rollout could be scored.
     """
     tokens, mask, logprobs, rewards, sample_ids = [], [], [], [], []
     cu_seqlens, group_offsets = [0], [0]
@@ -147,9 +166,16 @@ def pack(groups: list[Group]) -> PackedBatch:
             position += 1
         group_offsets.append(len(rewards))
     if not rewards:
-        reasons = {s.reward_error for g in groups for s in g.samples}
-        raise ValueError(
-            f"none of the {position} samples could be scored: {sorted(map(str, reasons))}"
+        reasons = sorted({str(s.reward_error) for g in groups for s in g.samples})
+        raise RewardError(
+            f"none of the {position} samples of the rollout has a reward, so there is nothing to "
+            "train on:\n" + "\n".join(reasons[:SHOWN_REASONS])
+        )
+    greedy_rewards = None
+    if any(group.greedy is not None for group in groups):
+        found = [None if group.greedy is None else group.greedy.reward for group in groups]
+        greedy_rewards = torch.tensor(
+            [math.nan if reward is None else reward for reward in found], dtype=torch.float64
         )
     return PackedBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
@@ -160,4 +186,5 @@ def pack(groups: list[Group]) -> PackedBatch:
         group_offsets=torch.tensor(group_offsets, dtype=torch.int64),
         rewards=torch.tensor(rewards, dtype=torch.float64),
         sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
+        greedy_rewards=greedy_rewards,
     )

@@ -5,7 +5,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_opo.advantages.advice import contradictions
 from megatron_opo.batch import Group, PackedBatch, Prompt, pack
+from megatron_opo.dynamic_sampling import Drawn, draw_metrics
 from megatron_opo.environment import versions
 from megatron_opo.observe.run_log import RunLog
 from megatron_opo.prompts import (
@@ -18,7 +20,14 @@ from megatron_opo.prompts import (
 )
 from megatron_opo.recipe import Recipe, dump_recipe
 from megatron_opo.rewards import RewardPool
-from megatron_opo.rollout import Rollout, Server, close_servers, launch_servers, wait_healthy
+from megatron_opo.rollout import (
+    Rollout,
+    RolloutStats,
+    Server,
+    close_servers,
+    launch_servers,
+    wait_healthy,
+)
 from megatron_opo.runs import Checkpoint, changed_fields
 
 PROBE_PROMPTS = 4
@@ -27,7 +36,7 @@ PROBE_TOKENS = 32
 
 @dataclass
 class Desk:
-    """`groups` are the scored groups of the step in hand, for its metrics and samples."""
+    """`drawn` and `samplings` are of the step in hand, for its metrics and samples."""
 
     recipe: Recipe
     log: RunLog
@@ -37,7 +46,8 @@ class Desk:
     rewards: RewardPool
     rollout: Rollout
     resources: ExitStack
-    groups: list[Group] = field(default_factory=list)
+    drawn: Drawn = field(default_factory=lambda: Drawn([], [], 0))
+    samplings: list[RolloutStats] = field(default_factory=list)
 
     def wait_until_ready(self) -> None:
         """The servers answer."""
@@ -49,17 +59,35 @@ class Desk:
     def _show_wait(self, server: Server, seconds: float, last_line: str) -> None:
         self.log.advance(seconds, None, f"waiting for {server.name} to load: {last_line}")
 
+    def start_step(self) -> None:
+        self.samplings = []
+
     def generate(self, prompts: list[Prompt], version: int) -> list[Group]:
+        """A group for each prompt, with its greedy response where the estimator wants that."""
         config = self.recipe.rollout
-        return self.rollout.generate(
+        groups = self._sample(prompts, version, config.samples_per_prompt, config.temperature)
+        if self.recipe.algorithm.estimator != "remax":
+            return groups
+        greedy = self._sample(prompts, version, 1, temperature=0.0)
+        return [
+            replace(group, greedy=only.samples[0])
+            for group, only in zip(groups, greedy, strict=True)
+        ]
+
+    def _sample(
+        self, prompts: list[Prompt], version: int, samples_per_prompt: int, temperature: float
+    ) -> list[Group]:
+        groups = self.rollout.generate(
             prompts,
-            samples_per_prompt=config.samples_per_prompt,
+            samples_per_prompt=samples_per_prompt,
             version=version,
-            temperature=config.temperature,
-            max_response_tokens=config.max_response_tokens,
-            stop_token_ids=config.stop_token_ids,
-            on_sample=self._progress(len(prompts) * config.samples_per_prompt),
+            temperature=temperature,
+            max_response_tokens=self.recipe.rollout.max_response_tokens,
+            stop_token_ids=self.recipe.rollout.stop_token_ids,
+            on_sample=self._progress(len(prompts) * samples_per_prompt),
         )
+        self.samplings.append(self.rollout.stats)
+        return groups
 
     def generate_eval(self, version: int) -> list[Group]:
         """`eval.samples_per_prompt` responses to every held-out prompt."""
@@ -77,9 +105,17 @@ class Desk:
         )
 
     def score(self, groups: list[Group]) -> list[Group]:
-        return self.rewards.score(
-            groups, on_sample=self._progress(sum(len(group.samples) for group in groups))
+        greedy = [Group(g.prompt, (g.greedy,)) for g in groups if g.greedy is not None]
+        asked = [*groups, *greedy]
+        scored = self.rewards.score(
+            asked, on_sample=self._progress(sum(len(group.samples) for group in asked))
         )
+        if not greedy:
+            return scored
+        return [
+            replace(group, greedy=only.samples[0])
+            for group, only in zip(scored[: len(groups)], scored[len(groups) :], strict=True)
+        ]
 
     def probe(self, version: int) -> PackedBatch:
         """A few short responses with the servers' logprobs, to hold against the actor's."""
@@ -97,13 +133,16 @@ class Desk:
         return pack(unscored)
 
     def rollout_metrics(self) -> dict[str, float]:
-        """Of the step in hand."""
-        stats = self.rollout.stats
-        seconds = max(stats.seconds, 1e-9)
-        return {
-            "rollout/retries": stats.retries,
-            "perf/generate_tokens_per_second": stats.response_tokens / seconds,
+        """Of the step in hand; what dynamic sampling dropped is counted only here."""
+        seconds = max(sum(stats.seconds for stats in self.samplings), 1e-9)
+        tokens = sum(stats.response_tokens for stats in self.samplings)
+        metrics = {
+            "rollout/retries": float(sum(stats.retries for stats in self.samplings)),
+            "perf/generate_tokens_per_second": tokens / seconds,
         }
+        if self.recipe.rollout.dynamic_sampling.enabled:
+            metrics |= draw_metrics(self.drawn)
+        return metrics
 
     def _progress(self, total: int):
         done = 0
@@ -157,6 +196,8 @@ def open_desk(
     with ExitStack() as resources:
         resources.enter_context(log)
         log.summary(summary_rows(recipe, hf_config, train_prompts, eval_prompts))
+        for contradiction in contradictions(recipe):
+            log.warn(contradiction)
         if checkpoint is not None:
             log.note(f"resuming from {checkpoint.directory}")
             for change in changed_fields(checkpoint.recipe, recipe):

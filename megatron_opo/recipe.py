@@ -8,10 +8,17 @@ before any GPU is touched.
 import difflib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from megatron_opo.errors import RecipeError
@@ -28,6 +35,28 @@ LossAggregation = Literal[
     "seq-mean-token-sum-norm",
 ]
 
+Estimator = Literal[
+    "opo",
+    "opo_leave_one_out",
+    "opo_batch",
+    "opo_whitened",
+    "opo_energy",
+    "otb",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "grpo",
+    "dr_grpo",
+    "remax",
+]
+ESTIMATOR_ALIASES = {
+    "rloo_length_weighted": "opo_leave_one_out",
+    "reinforce_plus_plus_baseline_length_weighted": "opo_whitened",
+    "optimal_token_baseline": "otb",
+}
+REFUSED_ESTIMATORS = {
+    "gae": "it needs a critic, and there is none: a baseline comes from the group's own rewards"
+}
 
 SERVER_RESERVED_TOKENS = 8
 
@@ -88,6 +117,15 @@ class RewardConfig(Section):
     timeout_s: PositiveFloat = Field(default=10.0, description="limit for one sample")
 
 
+class DynamicSamplingConfig(Section):
+    enabled: bool = Field(
+        default=False, description="replace groups whose rewards are all equal by other prompts'"
+    )
+    max_rounds: PositiveInt = Field(
+        default=8, description="rounds of sampling a step at most; then it takes what it has"
+    )
+
+
 class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 64
     samples_per_prompt: Annotated[int, Field(ge=2)] = Field(
@@ -99,6 +137,7 @@ class RolloutConfig(Section):
     top_k: int = -1
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     urls: tuple[str, ...] = Field(
         default=(), description="servers that already run; empty: launch `servers` of them"
     )
@@ -134,7 +173,20 @@ class SyncConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    estimator: Literal["opo"] = "opo"
+    estimator: Estimator = Field(default="opo", description="docs/estimators.md has them all")
+    singleton: Literal["zero", "raw"] = Field(
+        default="zero",
+        description="advantage of what has nothing to be compared with: 0, or its reward",
+    )
+    truncated: Literal["keep", "mask", "penalise"] = Field(
+        default="keep", description="responses cut at rollout.max_response_tokens"
+    )
+    overlong_buffer: PositiveInt | None = Field(
+        default=None, description="penalise: the last so many tokens cost more and more"
+    )
+    overlong_factor: PositiveFloat = Field(
+        default=1.0, description="penalise: taken from the reward of a response cut at the limit"
+    )
     loss_aggregation: LossAggregation = "token-mean"
     max_logprob_gap: PositiveFloat = Field(
         default=0.5,
@@ -143,6 +195,26 @@ class AlgorithmConfig(Section):
     mean_logprob_gap: PositiveFloat = Field(
         default=0.03, description="stop when the mean over a step's tokens exceeds this (nats)"
     )
+
+    @field_validator("estimator", mode="before")
+    @classmethod
+    def _known_estimator(cls, name: Any) -> Any:
+        if not isinstance(name, str):
+            return name
+        if name in REFUSED_ESTIMATORS:
+            allowed = ", ".join(get_args(Estimator))
+            raise ValueError(f"{REFUSED_ESTIMATORS[name]}; allowed: {allowed}")
+        return ESTIMATOR_ALIASES.get(name, name)
+
+    @model_validator(mode="after")
+    def _overlong(self):
+        if (self.truncated == "penalise") != (self.overlong_buffer is not None):
+            raise ValueError(
+                f"`truncated` is {self.truncated} and `overlong_buffer` is {self.overlong_buffer}: "
+                "truncated=penalise needs overlong_buffer, the number of tokens before "
+                "rollout.max_response_tokens over which the penalty grows; nothing else uses it"
+            )
+        return self
 
 
 class ActorConfig(Section):
@@ -266,6 +338,12 @@ class Recipe(Section):
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds train.steps "
                 f"({self.train.steps}): the learning rate would never decay"
             )
+        buffer = self.algorithm.overlong_buffer
+        if buffer is not None and buffer > rollout.max_response_tokens:
+            problems.append(
+                f"algorithm.overlong_buffer ({buffer}) exceeds rollout.max_response_tokens "
+                f"({rollout.max_response_tokens}): every response would be penalised; lower it"
+            )
         if set("{}") & set(self.run_dir.replace("{name}", "")):
             problems.append(f"run_dir is {self.run_dir!r}: only {{name}} may stand in braces")
         if problems:
@@ -286,6 +364,9 @@ HINTS = {
     "clip_ratio": "the importance ratio is exactly 1 on-policy; there is nothing to clip",
     "train_batch_size": "it is called rollout.prompts_per_step (prompts, as in verl)",
     "n": "it is called rollout.samples_per_prompt",
+    "adv_estimator": "it is called algorithm.estimator",
+    "filter_groups": "it is called rollout.dynamic_sampling",
+    "norm_adv_by_std_in_grpo": "the estimator grpo divides by it, dr_grpo does not",
 }
 
 

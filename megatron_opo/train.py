@@ -13,10 +13,17 @@ import torch
 
 from megatron_opo.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_opo.actor.parallel import Parallel
-from megatron_opo.actor.step import Actor
-from megatron_opo.advantages import group_advantages_
+from megatron_opo.actor.step import Actor, Scores
+from megatron_opo.advantages import (
+    NEEDS_SCORES,
+    baselines,
+    group_advantages_,
+    token_energies,
+)
+from megatron_opo.advantages.truncation import shape_rewards
 from megatron_opo.batch import Group, PackedBatch, pack
 from megatron_opo.desk import Desk, open_desk
+from megatron_opo.dynamic_sampling import draw_groups, has_signal
 from megatron_opo.observe.metrics import eval_metrics, rollout_metrics
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
@@ -47,6 +54,11 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
 
         while (step := actor.version) < recipe.train.steps:
             batch = driver.run(lambda: collect(desk, version=step))
+            scores = None
+            if recipe.algorithm.estimator in NEEDS_SCORES:
+                with phase(desk, "score"):
+                    scores = actor.score(batch)
+            driver.run(lambda: set_advantages(desk, batch, scores))  # noqa: B023
             with phase(desk, "update"):
                 metrics = actor.update(batch, version=step)
             metrics |= sync(actor, desk, driver)
@@ -65,16 +77,40 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
 
 
 def collect(desk: Desk, version: int) -> PackedBatch:
-    """Sample a group of responses to each of the next prompts, score them, set advantages."""
-    prompts = desk.cursor.next(desk.recipe.rollout.prompts_per_step)
-    with desk.log.phase("generate"):
-        groups = desk.generate(prompts, version)
-    with desk.log.phase("reward"):
-        desk.groups = desk.score(groups)
+    """Sample a group of responses to each of the next prompts, score and pack them.
+
+    Raises:
+        TrainingError: with dynamic sampling, no group gives a signal.
+        RewardError: no sample could be scored.
+    """
+    recipe = desk.recipe
+    dynamic = recipe.rollout.dynamic_sampling
+
+    def draw(count: int) -> list[Group]:
+        prompts = desk.cursor.next(count)
+        with desk.log.phase("generate"):
+            groups = desk.generate(prompts, version)
+        with desk.log.phase("reward"):
+            return desk.score(groups)
+
+    def shape(groups: list[Group]) -> list[Group]:
+        return shape_rewards(groups, recipe.algorithm, recipe.rollout.max_response_tokens)
+
+    desk.start_step()
+    desk.drawn = draw_groups(
+        draw,
+        wanted=recipe.rollout.prompts_per_step,
+        max_rounds=dynamic.max_rounds if dynamic.enabled else 1,
+        keep=lambda group: not dynamic.enabled or has_signal(*shape([group])),
+    )
+    return pack(shape(desk.drawn.groups))
+
+
+def set_advantages(desk: Desk, batch: PackedBatch, scores: Scores | None) -> None:
+    algorithm = desk.recipe.algorithm
     with desk.log.phase("advantage"):
-        batch = pack(desk.groups)
-        group_advantages_(batch, desk.recipe.algorithm.estimator)
-    return batch
+        energies = scores and token_energies(scores.logprobs, scores.sum_squared_probs)
+        group_advantages_(batch, algorithm.estimator, algorithm.singleton, energies)
 
 
 def sync(actor: Actor, desk: Desk, driver: Driver) -> dict[str, float]:
@@ -103,11 +139,12 @@ def evaluate(desk: Desk, version: int) -> None:
 
 
 def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version: int) -> None:
-    metrics = rollout_metrics(desk.groups, batch) | desk.rollout_metrics() | metrics
-    advantages = torch.full((sum(len(g.samples) for g in desk.groups),), torch.nan)
-    first_tokens = batch.cu_seqlens[1:] - 1
-    advantages[batch.sample_ids] = batch.advantages[first_tokens]
-    desk.log.samples(version + 1, desk.groups, _per_group(advantages, desk.groups))
+    groups = desk.drawn.groups
+    subtracted = baselines(batch, desk.recipe.algorithm.estimator)
+    metrics = rollout_metrics(groups, batch, subtracted) | desk.rollout_metrics() | metrics
+    advantages = torch.full((sum(len(g.samples) for g in groups),), torch.nan).double()
+    advantages[batch.sample_ids] = batch.mean_advantages
+    desk.log.samples(version + 1, groups, _per_group(advantages, groups))
     desk.log.step(version + 1, metrics)
 
 

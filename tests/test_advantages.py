@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_opo.advantages import group_advantages_
 from megatron_opo.advantages.estimators import opo
 from megatron_opo.batch import Group, Prompt, Sample, pack
+from megatron_opo.errors import RewardError
 
 
 def exact_opo(rewards, lengths):
@@ -110,10 +111,10 @@ def test_token_advantages_cover_the_response_only_and_skip_unscorable_members():
 
 def test_a_reward_that_is_not_finite_is_refused_with_its_sample():
     batch = pack([make_group("a", 1, [(1.0, 1), (float("nan"), 2)])])
-    with pytest.raises(ValueError, match=r"samples \[1\]"):
+    with pytest.raises(RewardError, match=r"samples \[1\]"):
         group_advantages_(batch)
 
 
 def test_an_unscorable_rollout_is_refused():
-    with pytest.raises(ValueError, match="none of the 2 samples"):
+    with pytest.raises(RewardError, match="none of the 2 samples"):
         pack([make_group("a", 1, [(None, 1), (None, 2)])])

@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "megatron_opo"
 BASE = {"batch", "errors", "recipe"}
 ALLOWED = {
-    "batch": set(),
+    "batch": {"errors"},
     "errors": set(),
     "environment": {"errors"},
     "recipe": {"errors"},
@@ -22,10 +22,14 @@ ALLOWED = {
     "rollout": BASE,
     "weights": BASE,
     "actor": BASE | {"weights", "on_policy", "spmd", "runs"},
+    "dynamic_sampling": BASE,
     "launch": set(),
-    "desk": BASE | {"environment", "observe", "prompts", "rewards", "rollout", "runs"},
+    "desk": BASE
+    | {"advantages", "dynamic_sampling"}
+    | {"environment", "observe", "prompts", "rewards", "rollout", "runs"},
     "train": BASE
-    | {"actor", "advantages", "desk", "observe", "on_policy", "runs", "spmd", "weights"},
+    | {"actor", "advantages", "desk", "dynamic_sampling"}
+    | {"observe", "on_policy", "runs", "spmd", "weights"},
 }
 ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": set()}
 

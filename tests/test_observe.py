@@ -10,6 +10,7 @@ from fractions import Fraction
 from itertools import combinations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -21,7 +22,6 @@ from megatron_opo.observe.console import Console, duration, header_line, step_li
 from megatron_opo.observe.files import append_text, read_json_lines, read_metrics
 from megatron_opo.observe.metrics import (
     eval_metrics,
-    length_weighted_baselines,
     rollout_metrics,
 )
 from megatron_opo.observe.run_log import RunLog
@@ -71,7 +71,8 @@ def test_rollout_metrics_are_the_hand_computed_fractions():
         batch.advantages[start:end] = advantage
     batch.advantages[~batch.loss_mask] = 99.0
 
-    assert rollout_metrics(groups, batch) == {
+    baselines = torch.tensor([0.25, 0.25, 0.5, 0.5], dtype=torch.float64)
+    assert rollout_metrics(groups, batch, baselines) == {
         "critic/rewards/mean": 0.5,
         "critic/rewards/max": 1.0,
         "critic/rewards/min": 0.0,
@@ -98,31 +99,39 @@ def test_rollout_metrics_are_the_hand_computed_fractions():
     }
 
 
-member = st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(-4, 4)))
-
-
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(member, min_size=1, max_size=5), min_size=1, max_size=4))
-def test_baselines_are_exact_length_weighted_means(members):
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(-4, 4)), min_size=1, max_size=5),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_baselines_are_the_mean_and_deviation_over_groups_of_the_mean_over_tokens(members):
     groups = [
-        make_group(f"g{i}", [n for n, _ in group], [r if r is None else r / 4 for _, r in group])
+        make_group(f"g{i}", [n for n, _ in group], [0.0] * len(group))
         for i, group in enumerate(members)
     ]
-    if all(reward is None for group in members for _, reward in group):
-        return
+    # A response without tokens has no baseline.
+    values = [b / 4 if n else math.nan for group in members for n, b in group]
+    metrics = rollout_metrics(groups, pack(groups), torch.tensor(values, dtype=torch.float64))
     expected = []
     for group in members:
-        scored = [(n, Fraction(r, 4)) for n, r in group if r is not None]
-        total = sum(n for n, _ in scored)
+        total = sum(n for n, _ in group)
         if total:
-            expected.append(sum(n * r for n, r in scored) / total)
-    baselines = length_weighted_baselines(pack(groups)).tolist()
-    assert baselines == pytest.approx([float(b) for b in expected], rel=1e-12, abs=1e-12)
+            expected.append(sum(n * Fraction(b, 4) for n, b in group) / total)
+    if not expected:
+        assert "advantages/baseline_mean" not in metrics
+        return
+    mean = sum(expected) / len(expected)
+    variance = sum((b - mean) ** 2 for b in expected) / len(expected)
+    assert metrics["advantages/baseline_mean"] == pytest.approx(float(mean), abs=1e-12)
+    assert metrics["advantages/baseline_std"] == pytest.approx(math.sqrt(variance), abs=1e-7)
 
 
 def test_responses_without_tokens_leave_out_what_they_cannot_define():
     groups = [make_group("a", [0, 0], [1.0, 0.0])]
-    metrics = rollout_metrics(groups, pack(groups))
+    metrics = rollout_metrics(groups, pack(groups), torch.full((2,), math.nan))
     assert metrics["response_length/mean"] == 0
     assert "critic/advantages/mean" not in metrics
     assert "advantages/baseline_mean" not in metrics

@@ -82,6 +82,7 @@ class Scores:
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+    sum_squared_probs: torch.Tensor
 
 
 class Actor:
@@ -119,7 +120,7 @@ class Actor:
         self.optimizer.reload_model_params()
 
     def score(self, batch: PackedBatch) -> Scores:
-        """Logprob and entropy of every loss token; no gradient."""
+        """Logprob, entropy and sum of squared probabilities of every loss token; no gradient."""
         scores = self._run(self._share(batch), forward_only=True)
         return scores if self.driver.is_here else None  # pyright: ignore[reportReturnType]
 
@@ -220,7 +221,7 @@ class Actor:
         multiple = parallel.tp_size if self.config.sequence_parallel else 1
         micro_batches = [make_micro_batch(batch, sequences, multiple) for sequences in plan]
         weights = self._token_weights(batch)
-        scores = torch.zeros(2, batch.tokens.numel())
+        scores = torch.zeros(3, batch.tokens.numel())
         forward_step = partial(
             self._forward_step, advantages=batch.advantages, weights=weights, scores=scores
         )
@@ -235,7 +236,7 @@ class Actor:
         )
         # Each token was written by one rank, so the sum is a gather.
         dist.reduce(scores, 0, group=parallel.control)
-        return Scores(logprobs=scores[0], entropy=scores[1])
+        return Scores(*scores)
 
     def _forward_step(
         self,
@@ -260,6 +261,7 @@ class Actor:
             if self.parallel.tp_rank == 0:
                 scores[0, places] = token_scores.logprobs.detach().cpu()
                 scores[1, places] = token_scores.entropy.cpu()
+                scores[2, places] = token_scores.sum_squared_probs.cpu()
             loss = policy_gradient_loss(
                 token_scores.logprobs,
                 advantages[places].to(device),

@@ -10,11 +10,15 @@ from megatron_opo.batch import Group, PackedBatch
 CORRECT_REWARD = 1.0
 
 
-def rollout_metrics(groups: list[Group], batch: PackedBatch) -> dict[str, float]:
-    """Describe one scored rollout, `batch` being `pack(groups)` with its advantages set.
+def rollout_metrics(
+    groups: list[Group], batch: PackedBatch, baselines: torch.Tensor
+) -> dict[str, float]:
+    """Describe one scored rollout, `batch` being `pack(groups)` with its advantages set and
+    `baselines` [N] what was subtracted from its rewards.
 
     Rewards, advantages and baselines are those of the samples that train (the scorable ones);
     lengths count every sample, since an unscorable one was sampled too. Lengths are in tokens.
+    A group's baseline is the mean over its tokens; a group without tokens has none.
     Advantages are over tokens that carry loss, as in verl, so that OPO's mean is 0 up to
     rounding: another value means that rewards and lengths got mixed up. The deviations
     divide by the number of values, so a single value has 0.
@@ -34,7 +38,7 @@ def rollout_metrics(groups: list[Group], batch: PackedBatch) -> dict[str, float]
     truncated = sum(sample.finish_reason == "length" for sample in samples)
     rewards = batch.rewards.double()
     trained = batch.advantages[batch.loss_mask].double()
-    baselines = length_weighted_baselines(batch)
+    group_baselines = _group_baselines(batch, baselines)
     metrics = {
         **_spread("critic/rewards", rewards),
         "critic/rewards/std": rewards.std(correction=0).item(),
@@ -49,21 +53,10 @@ def rollout_metrics(groups: list[Group], batch: PackedBatch) -> dict[str, float]
     }
     if trained.numel():
         metrics |= _spread("critic/advantages", trained)
-    if baselines.numel():
-        metrics["advantages/baseline_mean"] = baselines.mean().item()
-        metrics["advantages/baseline_std"] = baselines.std(correction=0).item()
+    if group_baselines.numel():
+        metrics["advantages/baseline_mean"] = group_baselines.mean().item()
+        metrics["advantages/baseline_std"] = group_baselines.std(correction=0).item()
     return metrics
-
-
-def length_weighted_baselines(batch: PackedBatch) -> torch.Tensor:
-    """[<=K] sum(length * reward) / sum(length) of each group that has a trained token."""
-    lengths = batch.response_lengths.double()
-    baselines = []
-    for start, end in _group_bounds(batch):
-        total = lengths[start:end].sum()
-        if total > 0:
-            baselines.append((lengths[start:end] * batch.rewards[start:end]).sum() / total)
-    return torch.stack(baselines) if baselines else torch.zeros(0, dtype=torch.float64)
 
 
 def eval_metrics(groups: list[Group]) -> dict[str, float]:
@@ -112,6 +105,17 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 def _group_bounds(batch: PackedBatch) -> list[tuple[int, int]]:
     return list(pairwise(batch.group_offsets.tolist()))
+
+
+def _group_baselines(batch: PackedBatch, baselines: torch.Tensor) -> torch.Tensor:
+    """[<=K] of the groups that have a trained token."""
+    lengths = batch.response_lengths
+    # A response without tokens has no baseline; NaN times its weight of 0 would spread.
+    weighted = torch.where(lengths > 0, lengths * baselines, 0)
+    bounds = _group_bounds(batch)
+    totals = torch.stack([lengths[start:end].sum() for start, end in bounds])
+    sums = torch.stack([weighted[start:end].sum() for start, end in bounds])
+    return (sums / totals)[totals > 0]
 
 
 def _share_all_equal(batch: PackedBatch) -> float:
