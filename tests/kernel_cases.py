@@ -1,0 +1,178 @@
+"""Cases of the advantage kernel, and what is right in exact fractions; for every implementation.
+
+`python -m tests.kernel_cases EXAMPLES` checks the implementation that MEGATRON_OPO_KERNEL names in
+a process of its own: Triton's interpreter has to be chosen before Triton is imported.
+"""
+
+import math
+import sys
+from collections import defaultdict
+from fractions import Fraction
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_opo.advantages.kernel import group_advantages_, group_advantages_padded_
+
+UNTOUCHED = 7.0  # no advantage: rewards below stay in -3..3
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASK_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+
+
+def exact_advantages(rewards, weights, groups, singleton_raw):
+    """A_i = r_i - sum w_j r_j / sum w_j as fractions; `groups` are lists of indices."""
+    rewards, weights = [Fraction(r) for r in rewards], [Fraction(w) for w in weights]
+    advantages = [Fraction(0)] * len(rewards)
+    for group in groups:
+        total = sum(weights[i] for i in group)
+        if total == 0:
+            continue
+        baseline = sum(weights[i] * rewards[i] for i in group) / total
+        for i in group:
+            raw = singleton_raw and len(group) == 1
+            advantages[i] = rewards[i] - (0 if raw else baseline)
+    return advantages
+
+
+def assert_close(got: torch.Tensor, exact: list[Fraction], error: float = 1e-15) -> None:
+    """Rounded once to its dtype, after an absolute `error` on the way; 0 is exactly 0."""
+    step = torch.finfo(got.dtype).eps
+    smallest = torch.finfo(got.dtype).smallest_normal
+    for value, right in zip(got.tolist(), exact, strict=True):
+        assert value == right or abs(value - right) <= step * abs(right) + error + smallest, (
+            value,
+            float(right),
+        )
+
+
+numbers = st.floats(-3, 3, width=16) | st.sampled_from([0.0, 1.0, -1.0, 0.1])
+flags = st.booleans()
+
+
+@st.composite
+def ragged_cases(draw):
+    groups = draw(
+        st.lists(
+            st.lists(
+                st.tuples(
+                    numbers,
+                    st.sampled_from([0, 0, 1, 2, 7, 16, 33, 50, 257, 5000]) | st.integers(0, 300),
+                    st.none() | st.floats(0, 10, width=16),
+                ),
+                max_size=6,
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    return groups, draw(st.integers(0, 20)), draw(st.integers(0, 20))
+
+
+@given(
+    ragged_cases(),
+    st.sampled_from(DTYPES),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    *(flags, flags, st.integers(0, 2**32)),
+)
+def check_ragged(case, dtype, reward_dtype, masked, singleton_raw, seed):
+    groups, before, after = case
+    members = [member for group in groups for member in group]
+    rewards = torch.tensor([r for r, _, _ in members], dtype=torch.float64).to(reward_dtype)
+    lengths = [n for _, n, _ in members]
+    weights = [n if w is None else w for _, n, w in members]
+    cu_seqlens = torch.tensor([before, *lengths]).cumsum(0)
+    offsets = torch.tensor([0, *(len(g) for g in groups)]).cumsum(0)
+    buffer = torch.full((before + sum(lengths) + after,), UNTOUCHED, dtype=dtype)
+    mask = torch.rand(buffer.shape, generator=torch.Generator().manual_seed(seed)) < 0.7
+    group_advantages_(
+        buffer,
+        rewards,
+        torch.tensor(weights, dtype=torch.float64),
+        offsets,
+        cu_seqlens,
+        mask=mask if masked else None,
+        singleton_raw=singleton_raw,
+    )
+    bounds = offsets.tolist()
+    exact = exact_advantages(
+        rewards.tolist(),
+        weights,
+        [range(*b) for b in zip(bounds[:-1], bounds[1:], strict=True)],
+        singleton_raw,
+    )
+    assert (buffer[:before] == UNTOUCHED).all()
+    assert (buffer[len(buffer) - after :] == UNTOUCHED).all()
+    for i, (start, end) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
+        on = mask[start:end] if masked else torch.ones(int(end - start), dtype=torch.bool)
+        tokens = buffer[start:end]
+        assert (tokens[~on] == 0).all()
+        if on.any():
+            assert (tokens[on] == tokens[on][0]).all()
+            assert_close(tokens[on][:1], [exact[i]])
+
+
+@st.composite
+def padded_cases(draw):
+    ids = draw(st.lists(st.sampled_from(["7", "007", "b", "", "a"]), min_size=1, max_size=7))
+    width = draw(st.sampled_from([0, 1, 5, 16, 48, 100, 4096, 4100]))
+    return ids, width, [draw(st.sampled_from(["prefix", "holes", "none", "all"])) for _ in ids]
+
+
+@given(
+    padded_cases(),
+    *(st.sampled_from(DTYPES), st.sampled_from(MASK_DTYPES)),
+    *(flags, flags, st.integers(0, 2**32)),
+)
+def check_padded(case, dtype, mask_dtype, singleton_raw, wide, seed):
+    ids, width, kinds = case
+    rows = len(ids)
+    generator = torch.Generator().manual_seed(seed)
+    # Sixteenths, few of them: any order of adding them up is exact in float32.
+    values = torch.randint(-40, 40, (rows, width + wide), generator=generator) / 16
+    values *= torch.rand(values.shape, generator=generator) < 0.2
+    rewards = values.to(dtype)[:, :width]  # `wide`: rows do not lie one after the other
+    mask = torch.zeros(rows, width, dtype=torch.bool)
+    for row, kind in enumerate(kinds):
+        length = int(torch.randint(0, width + 1, (), generator=generator))
+        if kind == "prefix":
+            mask[row, :length] = True
+        elif kind == "holes":
+            mask[row] = torch.rand(width, generator=generator) < 0.5
+        mask[row] |= kind == "all"
+    rewards[~mask & (values[:, :width] > 1)] = math.nan  # what is left out counts nowhere
+    sums = torch.where(mask, rewards, 0).double().sum(1).tolist()
+    words = torch.where(mask, 1.0, -0.0).to(mask_dtype)
+    if mask_dtype.is_floating_point or mask_dtype is torch.int64:
+        words *= 3
+    group_advantages_padded_(rewards, words, ids, singleton_raw=singleton_raw)
+
+    members = defaultdict(list)
+    for row, name in enumerate(ids):
+        members[name].append(row)
+    lengths = mask.sum(1).tolist()
+    exact = exact_advantages(sums, lengths, members.values(), singleton_raw)
+    assert (rewards[~mask] == 0).all()
+    for row in range(rows):
+        tokens = rewards[row][mask[row]]
+        if len(tokens):
+            assert (tokens == tokens[0]).all()
+            assert_close(tokens[:1], [exact[row]], error=1e-12)
+
+
+def check(examples: int) -> None:
+    for case in (check_ragged, check_padded):
+        settings(
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )(case)()
+
+
+if __name__ == "__main__":
+    check(int(sys.argv[1]))
