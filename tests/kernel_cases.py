@@ -4,6 +4,7 @@
 a process of its own: Triton's interpreter has to be chosen before Triton is imported.
 """
 
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -101,13 +102,13 @@ def check_ragged(case, dtype, reward_dtype, masked, singleton_raw, seed):
     exact = exact_advantages(
         rewards.tolist(),
         weights,
-        [range(*b) for b in zip(bounds[:-1], bounds[1:], strict=True)],
+        [range(*pair) for pair in itertools.pairwise(bounds)],
         singleton_raw,
     )
     assert (buffer[:before] == UNTOUCHED).all()
     assert (buffer[len(buffer) - after :] == UNTOUCHED).all()
-    for i, (start, end) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
-        on = mask[start:end] if masked else torch.ones(int(end - start), dtype=torch.bool)
+    for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        on = mask[start:end] if masked else torch.ones(end - start, dtype=torch.bool)
         tokens = buffer[start:end]
         assert (tokens[~on] == 0).all()
         if on.any():
