@@ -9,7 +9,7 @@ Each takes rewards [N] of any real dtype, lengths [N] (tokens that carry loss), 
 - A sample that has nothing to be compared with (a group of one; for opo_leave_one_out also one
   whose siblings have no token; for otb also a token past the end of all siblings; for remax a
   group whose greedy response has no reward) gets 0 where `singleton` is "zero", and its reward,
-  which is a baseline of 0, where it is "raw".
+  which is a baseline of 0, where it is "raw"; before what the batch scales is scaled.
 - A zero-length response counts by the formula: it has no weight in a length-weighted mean, and one
   vote in a plain one. A group without any token gets 0.
 - Samples that could not be scored, and truncated ones that the recipe masks, are not among the
@@ -36,9 +36,10 @@ def group_sum(values: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor
 
 
 def group_sizes(group_offsets: torch.Tensor) -> torch.Tensor:
-    """[K+1] -> [N]: the size of its group, for each member."""
+    """[K+1] -> [N] float64: the size of its group, for each member."""
     sizes = group_offsets.diff()
-    return torch.repeat_interleave(sizes, sizes)
+    # Integers divided by integers would be rounded to float32.
+    return torch.repeat_interleave(sizes, sizes).double()
 
 
 def weighted_baseline(
