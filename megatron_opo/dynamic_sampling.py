@@ -45,10 +45,11 @@ def draw_groups(
     if not groups:
         rewards = sorted({s.reward for g in dropped for s in g.samples if s.reward is not None})
         raise TrainingError(
-            f"there is no signal to train on: in {rounds} rounds of sampling (at most "
-            f"rollout.dynamic_sampling.max_rounds) all rewards of each of {len(dropped)} groups "
-            f"were equal (rewards seen: {_shorten(rewards)}). Use prompts that the policy "
-            "neither always nor never answers, check reward.function, raise "
+            f"there is no signal to train on: {rounds} rounds of sampling "
+            f"(rollout.dynamic_sampling.max_rounds {max_rounds}) gave {len(dropped)} groups, and "
+            "in none of them did the rewards that count differ (rewards seen: "
+            f"{_shorten(rewards)}). Use prompts that the policy neither always nor never "
+            "answers, check reward.function and algorithm.truncated, raise "
             "rollout.samples_per_prompt, or set rollout.dynamic_sampling.enabled=false"
         )
     return Drawn(groups, dropped, rounds)

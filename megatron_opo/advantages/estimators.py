@@ -272,8 +272,7 @@ def otb(
         torch.arange(lengths.numel(), device=lengths.device), lengths
     )
     position = torch.arange(energies.numel(), device=lengths.device) - starts[sequence]
-    before = torch.cat([energies.new_zeros(1), energies.cumsum(0)])
-    so_far = before[1:] - before[starts][sequence]
+    so_far = torch.cat([part.cumsum(0) for part in energies.split(lengths.tolist())])
     # A slot stands for one position in one group.
     group_of = torch.repeat_interleave(
         torch.arange(group_offsets.numel() - 1, device=lengths.device), group_offsets.diff()
