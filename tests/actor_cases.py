@@ -85,13 +85,29 @@ def train_two_steps(model: str, run_dir: str, overrides: list[str], order: list[
             batch = batch.select(order)
         scores = actor.score(batch)
         if here:
-            result["scores"] = [scores.logprobs.numpy(), scores.entropy.numpy()]
+            result["scores"] = [
+                part.numpy() for part in (scores.logprobs, scores.entropy, scores.sum_squared_probs)
+            ]
             batch = replace(batch, rollout_logprobs=scores.logprobs)
         metrics = actor.update(batch, version=step)
         if here:
             result["metrics"].append(metrics)
     weights = exported(actor)
     return result | {"weights": weights} if here else None
+
+
+def token_baselines(model: str, run_dir: str, overrides: list[str]):
+    """A rollout and its advantages by the token baseline, whose weights the actor gives."""
+    from megatron_opo.advantages import group_advantages_, token_energies
+
+    actor = open_actor(model, run_dir, overrides)
+    batch = make_rollout(actor.hf_config["vocab_size"]) if actor.driver.is_here else None
+    scores = actor.score(batch)
+    if batch is None:
+        return None
+    energies = token_energies(scores.logprobs, scores.sum_squared_probs)
+    group_advantages_(batch, "otb", energies=energies)
+    return batch
 
 
 def _step(actor) -> dict[str, float]:

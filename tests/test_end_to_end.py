@@ -138,11 +138,14 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(project, finished):
     assert (project / "runs" / "letters" / "hf" / "step_5").is_dir()
 
 
-def test_two_ranks_started_by_the_command_train_too(tmp_path):
+def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     project = make_project(tmp_path)
     outcome = train(
         project,
         "actor.tensor_parallel=2",
+        "algorithm.estimator=otb",
+        "rollout.samples_per_prompt=4",
+        "rollout.dynamic_sampling={enabled: true, max_rounds: 40}",
         "train.steps=2",
         "eval.at_start=false",
         "eval.at_end=false",
@@ -151,7 +154,14 @@ def test_two_ranks_started_by_the_command_train_too(tmp_path):
     assert outcome.returncode == 0, outcome.stdout
     steps = read_metrics(project, "train")
     assert [record["step"] for record in steps] == [1, 2]
-    assert all(record["on_policy/logprob_gap_max"] < 1e-4 for record in steps)
+    for record in steps:
+        assert record["on_policy/logprob_gap_max"] < 1e-4
+        assert record["rollout/groups_all_equal"] == 0
+        assert record["rollout/samples"] == 32
+        assert record["actor/grad_norm"] > 0
+    # A fresh model seldom writes the letter: most groups of four have only rewards of 0.
+    assert sum(record["rollout/groups_dropped"] for record in steps) > 0
+    assert all("timing_s/score" in record for record in steps)
 
 
 @pytest.mark.parametrize(

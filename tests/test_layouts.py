@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_opo.actor.loss import token_weights
-from tests.actor_cases import make_rollout, refused_update, train_two_steps
+from tests.actor_cases import make_rollout, refused_update, token_baselines, train_two_steps
 from tests.models import tiny_llama, tiny_qwen3
 from tests.ranks import run_ranks
 
@@ -52,7 +52,7 @@ def reference_training(model_path, aggregation: str):
         batch = make_rollout(model.config.vocab_size, seed=step)
         weights = token_weights(batch, aggregation, HORIZON).double() * batch.advantages.double()
         logprobs = torch.zeros(batch.tokens.numel(), dtype=torch.float64)
-        entropy = torch.zeros_like(logprobs)
+        entropy, squares = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
         bounds = batch.cu_seqlens.tolist()
         parts = []
         for start, end in itertools.pairwise(bounds):
@@ -61,6 +61,7 @@ def reference_training(model_path, aggregation: str):
             parts.append(log_p.gather(-1, tokens[1:, None])[:, 0] @ -weights[start + 1 : end])
             logprobs[start + 1 : end] = log_p.gather(-1, tokens[1:, None])[:, 0].detach()
             entropy[start + 1 : end] = -(log_p.exp() * log_p).sum(-1).detach()
+            squares[start + 1 : end] = log_p.exp().square().sum(-1).detach()
         optimizer.zero_grad()
         sum(parts).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
@@ -70,8 +71,7 @@ def reference_training(model_path, aggregation: str):
     return {
         "norms": norms,
         "losses": losses,
-        "logprobs": torch.where(mask, logprobs, 0),
-        "entropy": torch.where(mask, entropy, 0),
+        "scores": [torch.where(mask, values, 0) for values in (logprobs, entropy, squares)],
         "weights": {name: p.detach() for name, p in model.named_parameters()},
     }
 
@@ -83,9 +83,8 @@ def assert_matches(result, reference):
         assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=2e-5)
         assert metrics["actor/pg_loss"] == pytest.approx(loss, abs=1e-6)
         assert metrics["on_policy/logprob_gap_max"] == 0
-    logprobs, entropy = map(torch.from_numpy, result["scores"])
-    torch.testing.assert_close(logprobs.double(), reference["logprobs"], rtol=0, atol=2e-5)
-    torch.testing.assert_close(entropy.double(), reference["entropy"], rtol=0, atol=2e-5)
+    for values, exact in zip(result["scores"], reference["scores"], strict=True):
+        torch.testing.assert_close(torch.from_numpy(values).double(), exact, rtol=0, atol=2e-5)
     expected = reference["weights"]
     assert {*expected} <= {*result["weights"], "lm_head.weight"}
     for name, tensor in result["weights"].items():
@@ -132,6 +131,33 @@ def test_the_order_of_sequences_changes_nothing_but_rounding(tmp_path):
     for name, tensor in result["weights"].items():
         exact = reference["weights"][name]
         torch.testing.assert_close(torch.from_numpy(tensor).double(), exact, rtol=0, atol=2e-6)
+
+
+def test_token_baselines_weight_by_the_energy_of_each_tokens_gradient(tmp_path):
+    path = tiny_qwen3(tmp_path / "model")
+    overrides = ["actor.tensor_parallel=2", "actor.micro_batch_tokens=97"]
+    batch = run_ranks(2, token_baselines, str(path), str(tmp_path / "run"), overrides)[0]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    so_far, got = [], []
+    for (start, end), length in zip(
+        itertools.pairwise(batch.cu_seqlens.tolist()), batch.response_lengths.tolist(), strict=True
+    ):
+        tokens = batch.tokens[start:end]
+        logits = model(tokens[None]).logits[0, -length - 1 : -1].detach() / TEMPERATURE
+        gradients = torch.nn.functional.one_hot(tokens[-length:], logits.shape[1]) - logits.softmax(
+            -1
+        )
+        so_far.append(gradients.square().sum(-1).cumsum(0).tolist())
+        got.append(batch.advantages[end - length : end].tolist())
+    rewards = batch.rewards.tolist()
+    for first, last in itertools.pairwise(batch.group_offsets.tolist()):
+        members = range(first, last)
+        for i, t in ((k, t) for k in members for t in range(len(so_far[k]))):
+            alive = [j for j in members if len(so_far[j]) > t]
+            total = sum(so_far[j][t] for j in alive)
+            baseline = sum(so_far[j][t] * rewards[j] for j in alive) / total
+            expected = rewards[i] - baseline if len(alive) > 1 else 0
+            assert got[i][t] == pytest.approx(expected, abs=2e-5)
 
 
 def test_a_second_step_on_a_rollout_is_refused_and_changes_nothing(tmp_path):

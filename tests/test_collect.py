@@ -1,0 +1,138 @@
+"""A step's rollout from real servers and real reward workers: what is drawn, kept and trained."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from servers import prompts
+
+from megatron_opo.batch import Prompt
+from megatron_opo.desk import Desk
+from megatron_opo.errors import TrainingError
+from megatron_opo.observe.run_log import RunLog
+from megatron_opo.prompts import PromptCursor, PromptSet
+from megatron_opo.recipe import Recipe
+from megatron_opo.rewards import RewardPool
+from megatron_opo.train import collect, log_step, set_advantages
+
+REWARD = """
+def early_letters(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(letter < "P" for letter in solution_str[:2]) / 2
+
+def constant(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.5
+"""
+G, WANTED, LIMIT = 4, 6, 5
+
+
+def early_letters(text):
+    return sum(letter < "P" for letter in text[:2]) / 2
+
+
+@pytest.fixture
+def open_desk(qwen_pool, tmp_path):
+    """`open_desk(function, algorithm, dynamic)`; the pool holds its own weights as a new version,
+    and so the desk comes with that."""
+    reward_file = tmp_path / "reward.py"
+    reward_file.write_text(REWARD)
+    rollout = qwen_pool.rollout()
+    version = qwen_pool.next_version()
+    rollout.sync(iter(qwen_pool.weights().items()), version)
+    with ExitStack() as resources:
+
+        def make(function="early_letters", algorithm=None, dynamic=None):
+            recipe = Recipe.model_validate(
+                {
+                    "name": "collect",
+                    "run_dir": str(tmp_path / "run"),
+                    "model": {"path": qwen_pool.model.path},
+                    "data": {"train": {"files": ["unused.jsonl"]}},
+                    "reward": {"function": f"{reward_file}:{function}", "workers": 1},
+                    "rollout": {
+                        "prompts_per_step": WANTED,
+                        "samples_per_prompt": G,
+                        "max_response_tokens": LIMIT,
+                        # A quarter of the vocabulary, so that some responses end and some are cut.
+                        "stop_token_ids": list(range(4, 30)),
+                        "dynamic_sampling": dynamic or {},
+                    },
+                    "algorithm": algorithm or {},
+                }
+            )
+            known = PromptSet("train", tuple(prompts(40)), 40, 0, 0, 32)
+            log = RunLog(
+                recipe.run_path, recipe_text="name: r\n", versions={}, total_steps=1, quiet=True
+            )
+            resources.enter_context(log)
+            rewards = resources.enter_context(RewardPool(recipe.reward))
+            cursor = PromptCursor(known, shuffle=True, seed=3)
+            desk = Desk(recipe, log, cursor, known, None, rewards, rollout, ExitStack())
+            return desk, version
+
+        yield make
+
+
+def greedy_gap(model, prompt: Prompt, response) -> float:
+    """How far the response's tokens are from the most likely ones, in logits."""
+    ids = torch.tensor([[*prompt.token_ids, *response]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor([list(response)]).T)[:, 0]
+    return (logits.max(-1).values - chosen).max().item()
+
+
+def test_remax_with_dynamic_sampling(open_desk, qwen_pool):
+    desk, version = open_desk(
+        algorithm={"estimator": "remax"}, dynamic={"enabled": True, "max_rounds": 50}
+    )
+    batch = collect(desk, version)
+    drawn = desk.drawn
+    assert len(drawn.groups) == WANTED
+    for group in drawn.groups:
+        assert len({s.reward for s in group.samples}) > 1
+    for group in drawn.dropped:
+        assert len({s.reward for s in group.samples}) == 1
+    # Dropped prompts count as dealt in this epoch, and come again in the next.
+    assert desk.cursor.state()["position"] == WANTED + len(drawn.dropped)
+
+    model = qwen_pool.reference(qwen_pool.weights())
+    for group in (*drawn.groups, *drawn.dropped):
+        assert group.greedy.reward == early_letters(group.greedy.text)
+        assert greedy_gap(model, group.prompt, group.greedy.response_ids) < 1e-4
+        assert [s.reward for s in group.samples] == [early_letters(s.text) for s in group.samples]
+    assert batch.num_sequences == WANTED * G, "the greedy responses are not trained"
+
+    set_advantages(desk, batch, None)
+    baselines = torch.tensor([g.greedy.reward for g in drawn.groups]).repeat_interleave(G)
+    assert torch.equal(batch.mean_advantages, batch.rewards - baselines)
+
+    log_step(desk, batch, {}, version)
+    metrics = desk.rollout_metrics()
+    assert metrics["rollout/groups_dropped"] == len(drawn.dropped)
+    assert metrics["rollout/rounds"] == drawn.rounds
+    # Every round samples twice: the groups, and the greedy responses.
+    assert len(desk.samplings) == 2 * drawn.rounds
+    assert sum(s.samples for s in desk.samplings) == (WANTED + len(drawn.dropped)) * (G + 1)
+
+
+def test_without_dynamic_sampling_every_group_is_kept(open_desk):
+    desk, version = open_desk("constant")
+    batch = collect(desk, version)
+    assert batch.num_sequences == WANTED * G
+    assert desk.cursor.state()["position"] == WANTED
+    assert "rollout/rounds" not in desk.rollout_metrics()
+    set_advantages(desk, batch, None)
+    assert not batch.advantages.any()
+
+
+def test_rewards_that_never_differ_stop_the_run_with_the_reason(open_desk):
+    desk, version = open_desk("constant", dynamic={"enabled": True, "max_rounds": 2})
+    with pytest.raises(TrainingError, match=r"2 rounds of sampling.*rewards seen: 0\.5"):
+        collect(desk, version)
+
+
+def test_masked_responses_are_not_trained(open_desk):
+    desk, version = open_desk(algorithm={"truncated": "mask"})
+    batch = collect(desk, version)
+    finished = [s.finish_reason == "stop" for g in desk.drawn.groups for s in g.samples]
+    assert batch.sample_ids.tolist() == [i for i, stop in enumerate(finished) if stop]
