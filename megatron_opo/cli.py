@@ -18,7 +18,13 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, and exit; errors meant for the user are shown without a traceback."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    # argparse takes no further overrides once an option stood before them (--fresh name=x).
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (any(word.startswith("-") for word in rest) or "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
     try:
         code = options.run(options)
     except OpoError as error:
