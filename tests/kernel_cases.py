@@ -1,7 +1,8 @@
 """Cases of the advantage kernel, and what is right in exact fractions; for every implementation.
 
 `python -m tests.kernel_cases EXAMPLES` checks the implementation that MEGATRON_OPO_KERNEL names in
-a process of its own: Triton's interpreter has to be chosen before Triton is imported.
+a process of its own: Triton's interpreter has to be chosen before Triton is imported. With a
+library as second argument, that is the CUDA implementation, compiled for the CPU.
 """
 
 import itertools
@@ -9,15 +10,18 @@ import math
 import sys
 from collections import defaultdict
 from fractions import Fraction
+from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_opo.advantages import kernel_cuda
 from megatron_opo.advantages.kernel import group_advantages_, group_advantages_padded_
 
 UNTOUCHED = 7.0  # no advantage: rewards below stay in -3..3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REWARD_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 MASK_DTYPES = (
     *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -40,7 +44,7 @@ def exact_advantages(rewards, weights, groups, singleton_raw):
 
 
 def assert_close(got: torch.Tensor, exact: list[Fraction], error: float = 1e-15) -> None:
-    """Rounded once to its dtype, after an absolute `error` on the way; 0 is exactly 0."""
+    """Rounded once to its dtype, after an absolute `error` on the way."""
     step = torch.finfo(got.dtype).eps
     smallest = torch.finfo(got.dtype).smallest_normal
     for value, right in zip(got.tolist(), exact, strict=True):
@@ -70,25 +74,23 @@ def ragged_cases(draw):
             max_size=6,
         )
     )
-    return groups, draw(st.integers(0, 20)), draw(st.integers(0, 20))
+    # Tokens before, after, and by how many buffer and mask miss an aligned address.
+    return groups, *(draw(st.sampled_from([0, 0, 1, 3, 16, 20])) for _ in range(4))
 
 
-@given(
-    ragged_cases(),
-    st.sampled_from(DTYPES),
-    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]),
-    *(flags, flags, st.integers(0, 2**32)),
-)
 def check_ragged(case, dtype, reward_dtype, masked, singleton_raw, seed):
-    groups, before, after = case
+    groups, before, after, buffer_shift, mask_shift = case
     members = [member for group in groups for member in group]
     rewards = torch.tensor([r for r, _, _ in members], dtype=torch.float64).to(reward_dtype)
     lengths = [n for _, n, _ in members]
     weights = [n if w is None else w for _, n, w in members]
     cu_seqlens = torch.tensor([before, *lengths]).cumsum(0)
     offsets = torch.tensor([0, *(len(g) for g in groups)]).cumsum(0)
-    buffer = torch.full((before + sum(lengths) + after,), UNTOUCHED, dtype=dtype)
-    mask = torch.rand(buffer.shape, generator=torch.Generator().manual_seed(seed)) < 0.7
+    tokens = before + sum(lengths) + after
+    whole = torch.full((buffer_shift + tokens + 64,), UNTOUCHED, dtype=dtype)
+    buffer = whole[buffer_shift : buffer_shift + tokens]
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(mask_shift + tokens, generator=generator) < 0.7)[mask_shift:]
     group_advantages_(
         buffer,
         rewards,
@@ -105,15 +107,15 @@ def check_ragged(case, dtype, reward_dtype, masked, singleton_raw, seed):
         [range(*pair) for pair in itertools.pairwise(bounds)],
         singleton_raw,
     )
-    assert (buffer[:before] == UNTOUCHED).all()
-    assert (buffer[len(buffer) - after :] == UNTOUCHED).all()
+    assert (whole[: buffer_shift + before] == UNTOUCHED).all()
+    assert (whole[buffer_shift + tokens - after :] == UNTOUCHED).all()
     for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         on = mask[start:end] if masked else torch.ones(end - start, dtype=torch.bool)
-        tokens = buffer[start:end]
-        assert (tokens[~on] == 0).all()
+        values = buffer[start:end]
+        assert (values[~on] == 0).all()
         if on.any():
-            assert (tokens[on] == tokens[on][0]).all()
-            assert_close(tokens[on][:1], [exact[i]])
+            assert (values[on] == values[on][0]).all()
+            assert_close(values[on][:1], [exact[i]])
 
 
 @st.composite
@@ -123,11 +125,6 @@ def padded_cases(draw):
     return ids, width, [draw(st.sampled_from(["prefix", "holes", "none", "all"])) for _ in ids]
 
 
-@given(
-    padded_cases(),
-    *(st.sampled_from(DTYPES), st.sampled_from(MASK_DTYPES)),
-    *(flags, flags, st.integers(0, 2**32)),
-)
 def check_padded(case, dtype, mask_dtype, singleton_raw, wide, seed):
     ids, width, kinds = case
     rows = len(ids)
@@ -165,15 +162,24 @@ def check_padded(case, dtype, mask_dtype, singleton_raw, wide, seed):
 
 
 def check(examples: int) -> None:
-    for case in (check_ragged, check_padded):
-        settings(
-            max_examples=examples,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )(case)()
+    """Check that many ragged cases, and as many padded ones."""
+    quiet = settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    dtypes, seeds = st.sampled_from(DTYPES), st.integers(0, 2**32)
+    reward_dtypes = st.sampled_from(REWARD_DTYPES)
+    ragged = given(ragged_cases(), dtypes, reward_dtypes, flags, flags, seeds)
+    padded = given(padded_cases(), dtypes, st.sampled_from(MASK_DTYPES), flags, flags, seeds)
+    quiet(ragged(check_ragged))()
+    quiet(padded(check_padded))()
+
+
+def use_cuda_on_cpu(library: str) -> None:
+    """Let the CUDA implementation run in a library made for the CPU."""
+    loaded = kernel_cuda.load(Path(library))
+    kernel_cuda.unavailable = lambda device: None
+    kernel_cuda._here = lambda tokens: (loaded, 0, None)
 
 
 if __name__ == "__main__":
+    for path in sys.argv[2:]:
+        use_cuda_on_cpu(path)
     check(int(sys.argv[1]))

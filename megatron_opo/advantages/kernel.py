@@ -157,7 +157,9 @@ def group_advantages_padded_(
         KernelError: an argument does not fit.
     """
     _check_buffer("token_rewards", token_rewards, 2)
-    rows = token_rewards.shape[0]
+    rows, width = token_rewards.shape
+    if width > 2**27:
+        raise KernelError(f"token_rewards has rows of {width} tokens: at most 2**27 are allowed")
     if response_mask.shape != token_rewards.shape or response_mask.device != token_rewards.device:
         raise KernelError(
             f"response_mask is {tuple(response_mask.shape)} on {response_mask.device}, "
@@ -297,6 +299,13 @@ def _rows_contiguous(values: torch.Tensor) -> bool:
     return values.shape[1] <= 1 or values.stride(1) == 1
 
 
+def _writable(buffer: torch.Tensor) -> bool:
+    if buffer.dim() == 1:
+        return buffer.is_contiguous()
+    apart = buffer.shape[0] <= 1 or buffer.stride(0) >= buffer.shape[1]
+    return apart and _rows_contiguous(buffer)
+
+
 def _check_buffer(name: str, buffer: torch.Tensor, dimensions: int) -> None:
     if buffer.dtype not in BUFFER_DTYPES:
         raise KernelError(f"{name} is {buffer.dtype}: it must be float32, bfloat16 or float16")
@@ -304,10 +313,10 @@ def _check_buffer(name: str, buffer: torch.Tensor, dimensions: int) -> None:
         raise KernelError(
             f"{name} has shape {tuple(buffer.shape)}: it must have {dimensions} dimensions"
         )
-    if not (buffer.is_contiguous() if dimensions == 1 else _rows_contiguous(buffer)):
+    if not _writable(buffer):
         raise KernelError(
-            f"{name} has strides {buffer.stride()}: it is overwritten in place, so it must be "
-            "contiguous"
+            f"{name} has strides {buffer.stride()}: it is overwritten in place, so it (or "
+            "each of its rows) must be contiguous"
         )
     if buffer.requires_grad:
         raise KernelError(f"{name} requires a gradient: advantages are constants; detach() it")

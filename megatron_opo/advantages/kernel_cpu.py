@@ -15,7 +15,7 @@ import torch
 from megatron_opo.advantages.kernel_build import build
 from megatron_opo.errors import KernelError
 
-FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread"]
+FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fopenmp-simd"]
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BYTES_PER_THREAD = 1 << 20  # less is not worth starting a thread for
 

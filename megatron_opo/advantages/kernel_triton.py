@@ -11,6 +11,7 @@ some token and false from there on is written from its length alone, without its
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -54,30 +55,32 @@ def _relative_baseline(rewards, weights, begin, end, reference, WIDTH: tl.conste
 
 
 @triton.jit
+def _fill_edge(buffer, mask, begin, end, value, HAS_MASK: tl.constexpr):
+    """Up to 15 tokens, one by one."""
+    place = begin + tl.arange(0, 16)
+    inside = place < end
+    if HAS_MASK:
+        on = tl.load(mask + place, mask=inside, other=0) != 0
+        value = tl.where(on, value, 0.0)
+    tl.store(buffer + place, value, mask=inside)
+
+
+@triton.jit
 def _fill(buffer, mask, begin, end, value, HAS_MASK: tl.constexpr, TILE: tl.constexpr):
-    """Tokens begin..end: whole blocks of 16 in vectors, the up to 15 at either edge one by one."""
+    """Tokens begin..end: whole blocks of 16 in vectors, and what is left at either edge."""
     body = (begin + 15) // 16 * 16
     body_end = end // 16 * 16
     local = tl.arange(0, TILE)
-    for first in range(body, body_end, TILE):
-        inside = first + local < body_end
+    for done in range(0, body_end - body, TILE):
+        place = body + done + local
+        inside = place < body_end
         values = value
         if HAS_MASK:
-            on = tl.load(mask + first + local, mask=inside, other=0) != 0
+            on = tl.load(mask + place, mask=inside, other=0) != 0
             values = tl.where(on, value, 0.0)
-        tl.store(buffer + first + local, values, mask=inside)
-    lane = tl.arange(0, 16)
-    for edge in tl.static_range(2):
-        if edge == 0:
-            first, last = begin, tl.minimum(body, end)
-        else:
-            first, last = tl.maximum(body_end, body), end
-        inside = first + lane < last
-        values = value
-        if HAS_MASK:
-            on = tl.load(mask + first + lane, mask=inside, other=0) != 0
-            values = tl.where(on, value, 0.0)
-        tl.store(buffer + first + lane, values, mask=inside)
+        tl.store(buffer + place, values, mask=inside)
+    _fill_edge(buffer, mask, begin, tl.minimum(body, end), value, HAS_MASK)
+    _fill_edge(buffer, mask, tl.maximum(body_end, body), end, value, HAS_MASK)
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "groups", "tiles"])
@@ -248,24 +251,24 @@ def ragged_(
 ) -> None:
     tokens = buffer.numel()
     tiles = min(MAX_TILES, max(1, tokens // (tile * _resident_programs(buffer.device))))
-    with torch.cuda.device_of(buffer):
-        ragged_kernel[(triton.cdiv(tokens, tiles * tile),)](
-            buffer,
-            rewards,
-            weights,
-            group_offsets,
-            cu_seqlens,
-            buffer if mask is None else mask,
-            tokens,
-            rewards.numel(),
-            group_offsets.numel() - 1,
-            tiles,
-            HAS_MASK=mask is not None,
-            SINGLETON_RAW=singleton_raw,
-            TILE=tile,
-            WIDTH=WIDTH,
-            num_warps=WARPS,
-        )
+    _launch(
+        ragged_kernel,
+        (_blocks(tokens, tiles * tile),),
+        buffer,
+        rewards,
+        weights,
+        group_offsets,
+        cu_seqlens,
+        buffer if mask is None else mask,
+        tokens,
+        rewards.numel(),
+        group_offsets.numel() - 1,
+        tiles,
+        HAS_MASK=mask is not None,
+        SINGLETON_RAW=singleton_raw,
+        TILE=tile,
+        WIDTH=WIDTH,
+    )
 
 
 def padded_(
@@ -279,28 +282,25 @@ def padded_(
     singleton_raw: bool,
 ) -> None:
     rows, width = token_rewards.shape
-    padded = (
-        token_rewards,
-        token_rewards.stride(0),
-        mask_words,
-        mask_words.stride(0),
-        width,
-        *workspace.unbind(),
+    sums, lengths, ends = workspace.unbind()
+    padded = (token_rewards, token_rewards.stride(0), mask_words, mask_words.stride(0), width)
+    constants = {"KEEP": mask_keep, "TILE": TILE}
+    groups = (order, group_start, group_end)
+    _launch(measure_kernel, (rows,), *padded, sums, lengths, ends, **constants)
+    _launch(
+        baseline_kernel, (rows,), sums, lengths, *groups, SINGLETON_RAW=singleton_raw, WIDTH=WIDTH
     )
-    options = {"KEEP": mask_keep, "TILE": TILE, "num_warps": WARPS}
-    with torch.cuda.device_of(token_rewards):
-        measure_kernel[(rows,)](*padded, **options)
-        baseline_kernel[(rows,)](
-            workspace[0],
-            workspace[1],
-            order,
-            group_start,
-            group_end,
-            SINGLETON_RAW=singleton_raw,
-            WIDTH=WIDTH,
-            num_warps=WARPS,
-        )
-        write_kernel[(rows, triton.cdiv(width, TILE))](*padded, **options)
+    grid = (rows, _blocks(width, TILE))
+    _launch(write_kernel, grid, *padded, sums, lengths, ends, **constants)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], tokens: torch.Tensor, *arguments, **constants):
+    with torch.cuda.device_of(tokens):
+        kernel[grid](tokens, *arguments, num_warps=WARPS, **constants)
+
+
+def _blocks(count: int, each: int) -> int:
+    return (count + each - 1) // each
 
 
 @cache
