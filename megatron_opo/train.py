@@ -54,11 +54,7 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
 
         while (step := actor.version) < recipe.train.steps:
             batch = driver.run(lambda: collect(desk, version=step))
-            scores = None
-            if recipe.algorithm.estimator in NEEDS_SCORES:
-                with phase(desk, "score"):
-                    scores = actor.score(batch)
-            driver.run(lambda: set_advantages(desk, batch, scores))  # noqa: B023
+            set_advantages(batch, actor, desk, driver)
             with phase(desk, "update"):
                 metrics = actor.update(batch, version=step)
             metrics |= sync(actor, desk, driver)
@@ -106,7 +102,17 @@ def collect(desk: Desk, version: int) -> PackedBatch:
     return pack(shape(desk.drawn.groups))
 
 
-def set_advantages(desk: Desk, batch: PackedBatch, scores: Scores | None) -> None:
+def set_advantages(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> None:
+    """Token-level advantages. Some estimators weight by the policy's own probabilities: for these,
+    one more forward pass."""
+    scores = None
+    if actor.recipe.algorithm.estimator in NEEDS_SCORES:
+        with phase(desk, "score"):
+            scores = actor.score(batch)
+    driver.run(lambda: write_advantages(desk, batch, scores))
+
+
+def write_advantages(desk: Desk, batch: PackedBatch, scores: Scores | None) -> None:
     algorithm = desk.recipe.algorithm
     with desk.log.phase("advantage"):
         energies = scores and token_energies(scores.logprobs, scores.sum_squared_probs)

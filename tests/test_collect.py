@@ -13,7 +13,7 @@ from megatron_opo.observe.run_log import RunLog
 from megatron_opo.prompts import PromptCursor, PromptSet
 from megatron_opo.recipe import Recipe
 from megatron_opo.rewards import RewardPool
-from megatron_opo.train import collect, log_step, set_advantages
+from megatron_opo.train import collect, log_step, write_advantages
 
 REWARD = """
 def early_letters(data_source, solution_str, ground_truth, extra_info=None):
@@ -102,7 +102,7 @@ def test_remax_with_dynamic_sampling(open_desk, qwen_pool):
         assert [s.reward for s in group.samples] == [early_letters(s.text) for s in group.samples]
     assert batch.num_sequences == WANTED * G, "the greedy responses are not trained"
 
-    set_advantages(desk, batch, None)
+    write_advantages(desk, batch, None)
     baselines = torch.tensor([g.greedy.reward for g in drawn.groups]).repeat_interleave(G)
     assert torch.equal(batch.mean_advantages, batch.rewards - baselines)
 
@@ -121,7 +121,7 @@ def test_without_dynamic_sampling_every_group_is_kept(open_desk):
     assert batch.num_sequences == WANTED * G
     assert desk.cursor.state()["position"] == WANTED
     assert "rollout/rounds" not in desk.rollout_metrics()
-    set_advantages(desk, batch, None)
+    write_advantages(desk, batch, None)
     assert not batch.advantages.any()
 
 

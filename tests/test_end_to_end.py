@@ -144,6 +144,7 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
         project,
         "actor.tensor_parallel=2",
         "algorithm.estimator=otb",
+        "algorithm.loss_aggregation=seq-mean-token-mean",
         "rollout.samples_per_prompt=4",
         "rollout.dynamic_sampling={enabled: true, max_rounds: 40}",
         "train.steps=2",
@@ -159,6 +160,7 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
         assert record["rollout/groups_all_equal"] == 0
         assert record["rollout/samples"] == 32
         assert record["actor/grad_norm"] > 0
+    assert outcome.stdout.count("the weights of least variance are 1 / length") == 1
     # A fresh model seldom writes the letter: most groups of four have only rewards of 0.
     assert sum(record["rollout/groups_dropped"] for record in steps) > 0
     assert all("timing_s/score" in record for record in steps)

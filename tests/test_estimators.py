@@ -136,6 +136,7 @@ G5 = [(-1, 2), (1, 3), (-1, 5)]
         ("opo_leave_one_out", G5, [F(-3, 4), 2, F(-6, 5)]),
         ("dr_grpo", G5, [F(-2, 3), F(4, 3), F(-2, 3)]),
         ("grpo", G5, [-0.5773497692, 1.1546995384, -0.5773497692]),
+        ("opo", [(1, 4097), (0, 8191)], [F(8191, 12288), F(-4097, 12288)]),
         # Deviations over tokens: 1/4 * 2 + 1/4 * 2 over 3, and 9/64 * 50 + 25/64 * 30 over 79.
         ("reinforce_plus_plus", [(1, 2), (0, 2)], [math.sqrt(3) / 2, -math.sqrt(3) / 2]),
         ("opo_whitened", G1, [a / math.sqrt(75 / 4 / 79) for a in (5 / 8, -3 / 8, -3 / 8, 5 / 8)]),
@@ -193,7 +194,9 @@ def test_rewards_and_lengths_of_any_dtype_are_computed_in_float64(name, dtype):
     assert torch.equal(got, compute(rewards.double(), lengths.to(torch.int32), offsets))
 
 
-@pytest.mark.parametrize("ids", [["7", "007", "7", "x"], [7, -1, 7, 10**12]])
+@pytest.mark.parametrize(
+    "ids", [["7", "007", "7", "x"], [7, -1, 7, 10**12], torch.tensor([7, -1, 7, 10**12])]
+)
 def test_members_in_any_order_are_gathered_by_ids_of_any_kind(ids):
     rewards, lengths = torch.tensor([1.0, 0.5, 0.0, 2.0]), torch.tensor([1, 5, 3, 2])
     order, start, end = kernel.group_index(ids)

@@ -244,7 +244,7 @@ def _charts(run: Run) -> list[dict[str, str]]:
         ("Gradient norm", "before clipping", {}, [
             Line("gradient norm", ORANGE, run.curve("actor/grad_norm"), smooth=True),
         ]),
-        ("Baseline", "length-weighted mean reward, mean over groups", {}, [
+        ("Baseline", "what is subtracted from rewards, mean over groups", {}, [
             Line("baseline", BLUE, baseline, smooth=True),
         ]),
         ("Shares", "responses cut short; groups without signal",
