@@ -5,7 +5,7 @@ import pytest
 
 from megatron_opo.errors import CheckpointError
 from megatron_opo.runs import latest_checkpoint
-from tests.actor_cases import resume_and_train, save_on_a_full_disk, train_and_save
+from tests.actor_cases import open_actor, resume_and_train, save_on_a_full_disk, train_and_save
 from tests.models import tiny_qwen3
 from tests.ranks import run_ranks
 
@@ -49,6 +49,32 @@ def test_a_full_disk_is_a_clear_error_and_the_earlier_checkpoint_stays(model, tm
     assert latest_checkpoint(tmp_path / "run").version == 1
     resumed = run_ranks(1, resume_and_train, model, str(tmp_path / "run"), [])[0]
     assert resumed["restored"] == (1, 1, {"row": 7})
+
+
+def refused_resume(model: str, run_dir: str, overrides: list[str]) -> str:
+    """What a rank says of the checkpoint."""
+    from megatron_opo.actor.checkpoint import load_checkpoint
+
+    actor = open_actor(model, run_dir, overrides)
+    checkpoint = latest_checkpoint(actor.recipe.run_path)
+    assert checkpoint is not None
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(actor, checkpoint)
+    return str(caught.value)
+
+
+def test_what_cannot_be_loaded_is_one_clear_error_on_every_rank(model, tmp_path):
+    run_dir, overrides = str(tmp_path / "run"), ["actor.tensor_parallel=2"]
+    run_ranks(2, train_and_save, model, run_dir, overrides)
+    other = [*overrides, "optimizer.distributed=false"]
+    for message in run_ranks(2, refused_resume, model, run_dir, other):
+        assert "was written with optimizer.distributed=True" in message
+    damaged = next((tmp_path / "run").glob("checkpoints/step_1/__1_*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    for message in run_ranks(2, refused_resume, model, run_dir, overrides):
+        assert message.startswith(f"checkpoint {run_dir}/checkpoints/step_1 cannot be loaded (")
+        assert "move the directory away" in message
+        assert "\n" not in message
 
 
 def test_only_complete_checkpoints_count_and_the_newest_wins(tmp_path):

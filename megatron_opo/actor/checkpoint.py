@@ -62,7 +62,7 @@ def save_checkpoint(
         dist.barrier(group=actor.parallel.control)
         driver.run(finish)
     except (OSError, CheckpointException) as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = (str(error).strip() or repr(error)).splitlines()[-1]
         raise CheckpointError(
             f"checkpoint {partial}: cannot be written ({reason}); earlier checkpoints are "
             "untouched. Free space there or change run_dir, and start again"
@@ -76,19 +76,27 @@ def load_checkpoint(actor: Actor, checkpoint: Checkpoint) -> None:
         CheckpointError: the files are damaged or belong to another model.
     """
     directory = checkpoint.directory
+    distributed = actor.recipe.optimizer.distributed
+    if checkpoint.recipe.get("optimizer", {}).get("distributed", distributed) != distributed:
+        raise CheckpointError(
+            f"checkpoint {directory} was written with optimizer.distributed={not distributed}, "
+            f"the recipe has {distributed}: the optimizer's state has another form; set it back"
+        )
     _initialize_optimizer_state(actor)
     try:
         state = _sharded_state(actor, is_loading=True)
         loaded: Any = dist_checkpointing.load(state, str(directory))
-    except Exception as error:
+        for i, module in enumerate(actor.modules):
+            module.load_state_dict(loaded[f"model{i}"], strict=True)
+        _load_optimizer(actor, loaded["optimizer"], checkpoint.version)
+    # The latter is no Exception; torch raises it on all ranks when one cannot read its part.
+    except (Exception, CheckpointException) as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[-1]
         raise CheckpointError(
-            f"checkpoint {directory} cannot be loaded ({type(error).__name__}: {error}); if it is "
+            f"checkpoint {directory} cannot be loaded ({type(error).__name__}: {reason}); if it is "
             "damaged, move the directory away to resume from the one before it"
         ) from error
-    for i, module in enumerate(actor.modules):
-        module.load_state_dict(loaded[f"model{i}"], strict=True)
     actor.version = checkpoint.version
-    _load_optimizer(actor, loaded["optimizer"])
 
 
 def _sharded_state(actor: Actor, *, is_loading: bool) -> dict[str, Any]:
@@ -124,7 +132,7 @@ def _initialize_optimizer_state(actor: Actor) -> None:
         }
 
 
-def _load_optimizer(actor: Actor, state: dict[str, Any]) -> None:
+def _load_optimizer(actor: Actor, state: dict[str, Any], steps: int) -> None:
     """Megatron's own loading of sharded state trips over torch Adam's step count. So its moments
     are loaded without one, and the count, which is the version, is set after."""
     parts = _parts(actor)
@@ -140,4 +148,4 @@ def _load_optimizer(actor: Actor, state: dict[str, Any]) -> None:
             # Only a DistributedOptimizer has moments of its own to load.
             part.load_parameter_state_from_fully_reshardable(part_moments)  # pyright: ignore[reportAttributeAccessIssue]
     for optimizer, parameter in _states(actor):
-        optimizer.state[parameter]["step"] = torch.tensor(float(actor.version))
+        optimizer.state[parameter]["step"] = torch.tensor(float(steps))
