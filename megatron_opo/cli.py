@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     report = commands.add_parser("report", help="write report.html of a run")
-    report.add_argument("run", type=Path, help="run directory, e.g. runs/quickstart_cpu")
+    report.add_argument(
+        "directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart_cpu"
+    )
     report.set_defaults(run=_report)
     return parser
 
@@ -145,6 +147,10 @@ def _is_finished(recipe: Recipe) -> bool:
         return False
     if checkpoint.version < recipe.train.steps:
         return False
+    # A run that was killed after its last checkpoint still owes the exported model.
+    exported = run_path / "hf" / f"step_{checkpoint.version}"
+    if recipe.checkpoint.export_hf and not exported.exists():
+        return False
     print(
         f"{run_path} already has all of its {recipe.train.steps} steps: raise train.steps to go "
         "on, or add --fresh to move it aside and start anew"
@@ -155,9 +161,9 @@ def _is_finished(recipe: Recipe) -> bool:
 def _report(options: argparse.Namespace) -> int:
     from megatron_opo.observe.report import write_report
 
-    if not (options.run / "metrics.jsonl").exists():
-        raise RecipeError(f"{options.run} is not a run: it has no metrics.jsonl")
-    print(write_report(options.run))
+    if not (options.directory / "metrics.jsonl").exists():
+        raise RecipeError(f"{options.directory} is not a run: it has no metrics.jsonl")
+    print(write_report(options.directory))
     return 0
 
 

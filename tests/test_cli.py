@@ -1,8 +1,11 @@
 """The command line itself; tests of runs are in test_end_to_end.py."""
 
+import json
+
 import pytest
 
-from megatron_opo.cli import main
+from megatron_opo.cli import _is_finished, main
+from megatron_opo.recipe import Recipe
 
 
 @pytest.mark.parametrize("flag", ["--print", "--fresh"])
@@ -31,3 +34,42 @@ def test_an_unknown_argument_is_refused(words, capsys):
         main(words)
     assert ended.value.code == 2
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_a_run_without_its_exported_model_is_not_finished(tmp_path, capsys):
+    recipe = Recipe.model_validate(
+        {
+            "name": "a",
+            "run_dir": str(tmp_path),
+            "model": {"path": "m"},
+            "data": {"train": {"files": ["t.jsonl"]}},
+            "train": {"steps": 3},
+        }
+    )
+    checkpoint = tmp_path / "checkpoints" / "step_3"
+    checkpoint.mkdir(parents=True)
+    state = {"version": 3, "cursor": {}, "recipe": {}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    assert not _is_finished(recipe)
+    without = recipe.checkpoint.model_copy(update={"export_hf": False})
+    assert _is_finished(recipe.model_copy(update={"checkpoint": without}))
+    (tmp_path / "hf" / "step_3").mkdir(parents=True)
+    assert _is_finished(recipe)
+    assert capsys.readouterr().out.count("already has all of its 3 steps") == 2
+
+
+def test_a_report_can_be_written_of_a_run_that_still_goes_on(tmp_path, capsys):
+    record = {"step": 1, "kind": "train", "critic/rewards/mean": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    assert "<html" in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_of_no_run_is_a_clear_error(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "is not a run: it has no metrics.jsonl" in capsys.readouterr().err
