@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -52,24 +53,27 @@ void prefetch(const Word* address, int64_t count) {
   for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address + i);
 }
 
-// Calls work(part) for every part, each on a thread of its own if the system grants one.
+// Calls work(item) for every item, on up to so many threads. Nobody waits for a thread that the
+// system is slow to start: it finds the items taken, and nothing but the counters is touched.
 template <class Work>
-void in_parallel(int parts, const Work& work) {
-  std::vector<std::thread> threads;
-  threads.reserve(parts);
-  for (int part = 1; part < parts; ++part) {
-    try {
-      threads.emplace_back(work, part);
-    } catch (const std::system_error&) {
-      work(part);
+void in_parallel(int threads, int64_t items, const Work& work) {
+  struct Counters {
+    std::atomic<int64_t> taken{0}, done{0};
+  };
+  const auto counters = std::make_shared<Counters>();
+  const auto take = [counters, items, &work] {
+    for (int64_t item; (item = counters->taken.fetch_add(1)) < items;) {
+      work(item);
+      counters->done.fetch_add(1);
     }
+  };
+  try {
+    for (int thread = 1; thread < threads; ++thread) std::thread(take).detach();
+  } catch (const std::system_error&) {
+    // No more threads to be had: those that run do the work.
   }
-  work(0);
-  for (std::thread& thread : threads) thread.join();
-}
-
-int64_t share(int64_t count, int part, int parts) {
-  return count / parts * part + std::min<int64_t>(part, count % parts);
+  take();
+  while (counters->done.load() < items) std::this_thread::yield();
 }
 
 // Advantages of a group's members: relative to the first reward, so that equal ones cancel exactly.
@@ -106,10 +110,11 @@ void ragged(typename Element::Word* buffer, const double* rewards, const double*
         [=](int64_t i) { return first + i; },
         [&](int64_t i, double advantage) { words[i] = Element::round(advantage); });
   }
+  constexpr int64_t kShare = 1 << 18;  // tokens
   const int64_t begin = cu_seqlens[0], tokens = cu_seqlens[sequences] - begin;
-  in_parallel(threads, [&](int part) {
-    int64_t token = begin + share(tokens, part, threads);
-    const int64_t stop = begin + share(tokens, part + 1, threads);
+  in_parallel(threads, (tokens + kShare - 1) / kShare, [&](int64_t share) {
+    int64_t token = begin + share * kShare;
+    const int64_t stop = begin + std::min(tokens, (share + 1) * kShare);
     int64_t i = std::upper_bound(cu_seqlens, cu_seqlens + sequences + 1, token) - cu_seqlens - 1;
     for (; token < stop; ++i) {
       const int64_t end = std::min(stop, cu_seqlens[i + 1]);
@@ -187,27 +192,18 @@ struct Padded {
     const int64_t groups = static_cast<int64_t>(firsts.size());
     if (groups < 4 * threads) return run_by_rows(threads, firsts);
     // Group by group, its rows are still in the cache when they are written.
-    std::atomic<int64_t> next{0};
-    in_parallel(threads, [&](int) {
-      for (int64_t g; (g = next.fetch_add(1)) < groups;) {
-        const int64_t first = firsts[g], end = group_end[first];
-        for (int64_t p = first; p < end; ++p) measure(order[p]);
-        subtract_baseline(first);
-        for (int64_t p = first; p < end; ++p) write(order[p]);
-      }
+    in_parallel(threads, groups, [&](int64_t group) {
+      const int64_t first = firsts[group], end = group_end[first];
+      for (int64_t p = first; p < end; ++p) measure(order[p]);
+      subtract_baseline(first);
+      for (int64_t p = first; p < end; ++p) write(order[p]);
     });
   }
 
   void run_by_rows(int threads, const std::vector<int64_t>& firsts) const {
-    const auto for_rows = [&](const auto& work) {
-      in_parallel(threads, [&](int part) {
-        const int64_t stop = share(rows, part + 1, threads);
-        for (int64_t row = share(rows, part, threads); row < stop; ++row) work(row);
-      });
-    };
-    for_rows([&](int64_t row) { measure(row); });
+    in_parallel(threads, rows, [&](int64_t row) { measure(row); });
     for (const int64_t first : firsts) subtract_baseline(first);
-    for_rows([&](int64_t row) { write(row); });
+    in_parallel(threads, rows, [&](int64_t row) { write(row); });
   }
 };
 

@@ -2,6 +2,8 @@
 
 import torch
 
+BLOCK = 1 << 18  # tokens
+
 
 def unavailable(device: torch.device) -> str | None:
     """It runs everywhere."""
@@ -30,7 +32,7 @@ def ragged_(
     sizes, total = bounds.diff(), buffer.numel()
     tokens = torch.repeat_interleave(values, sizes, output_size=total)
     if mask is not None:
-        tokens.masked_fill_(mask == 0, 0)
+        tokens *= mask != 0
     covered = torch.repeat_interleave(inside, sizes, output_size=total)
     torch.where(covered, tokens, buffer, out=buffer)
 
@@ -45,13 +47,29 @@ def padded_(
     workspace: torch.Tensor,
     singleton_raw: bool,
 ) -> None:
-    off = (mask_words & mask_keep) == 0 if mask_keep != -1 else mask_words == 0
-    token_rewards.masked_fill_(off, 0)
-    workspace[0] = token_rewards.sum(-1, dtype=torch.float64)
-    workspace[1] = token_rewards.shape[1] - off.sum(-1)
+    # Bits times 0 or 1: what the mask leaves out goes even when it is NaN, and integers multiply
+    # several times faster than masked_fill_ and where fill. Block by block, what is allocated for
+    # it stays in the cache.
+    as_integers = torch.int32 if token_rewards.element_size() == 4 else torch.int16
+    rows, width = token_rewards.shape
+    step = max(1, BLOCK // width)
+    blocks = [slice(first, first + step) for first in range(0, rows, step)]
+
+    def factors(block: slice) -> torch.Tensor:
+        words = mask_words[block] if mask_keep == -1 else mask_words[block] & mask_keep
+        return (words != 0).to(as_integers)
+
+    bits = token_rewards.view(as_integers)
+    for block in blocks:
+        on = factors(block)
+        bits[block].mul_(on)
+        workspace[0, block] = token_rewards[block].sum(-1, dtype=torch.float32)
+        workspace[1, block] = on.sum(-1, dtype=torch.int32)
     sums, lengths = workspace[0].clone(), workspace[1]
     workspace[0, order] = _advantages(sums, lengths, order, group_start, group_end, singleton_raw)
-    token_rewards.copy_(workspace[0, :, None].expand_as(token_rewards)).masked_fill_(off, 0)
+    advantages = workspace[0].to(token_rewards.dtype).view(as_integers)[:, None]
+    for block in blocks:
+        torch.mul(factors(block), advantages[block], out=bits[block])
 
 
 def _advantages(
