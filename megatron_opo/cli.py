@@ -2,16 +2,23 @@
 
 import argparse
 import os
+import re
 import sys
 import time
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_opo import __version__
-from megatron_opo.errors import OpoError, RecipeError
+from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.recipe import Recipe, check_model, dump_recipe, load_recipe
 from megatron_opo.runs import latest_checkpoint
 
+if TYPE_CHECKING:
+    from megatron_opo.actor.parallel import Parallel
+
+# What gloo says when a process at the other end is gone.
+LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -77,7 +84,7 @@ def _train(options: argparse.Namespace) -> int:
         print(dump_recipe(recipe), end="")
         return 0
     if started_by_launcher():
-        return _train_rank(recipe)
+        return _train_rank(recipe, fresh=options.fresh)
     check_environment()
     check_model(recipe)
     if options.fresh:
@@ -89,8 +96,8 @@ def _train(options: argparse.Namespace) -> int:
     )
     if world_size == 1:
         return _train_rank(recipe)
-    arguments = ["train", str(options.recipe), *options.overrides]
-    return run_ranks(arguments, world_size, recipe.run_path / "logs")
+    command = [sys.executable, "-m", "megatron_opo", "train", str(options.recipe)]
+    return run_ranks([*command, *options.overrides], world_size, recipe.run_path / "logs")
 
 
 def _local_replicas(model_parallel_size: int) -> int:
@@ -100,33 +107,67 @@ def _local_replicas(model_parallel_size: int) -> int:
     return max(1, torch.cuda.device_count() // model_parallel_size)
 
 
-def _train_rank(recipe: Recipe) -> int:
+def _train_rank(recipe: Recipe, fresh: bool = False) -> int:
     rank = int(os.environ.get("RANK", "0"))
     # Megatron's own warnings, about what a user can do nothing about.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\b")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     from megatron_opo.actor.parallel import initialize, shutdown
+    from megatron_opo.launch import EXIT_CONSEQUENCE
     from megatron_opo.spmd import DriverFailed
     from megatron_opo.train import train
 
     try:
         parallel = initialize(recipe.actor, seed=recipe.seed)
-        train(recipe, parallel)
+        if not _is_done(recipe, fresh, parallel):
+            train(recipe, parallel)
     except DriverFailed:
-        return EXIT_USER_ERROR
+        return EXIT_CONSEQUENCE
     except OpoError as error:
         if rank == 0:
             raise
         _show_error(error)
         return EXIT_USER_ERROR
+    except RuntimeError as error:
+        if not LOST_PEER.search(str(error)):
+            raise
+        if _follows_interrupt(error):
+            raise KeyboardInterrupt from None
+        print(f"rank {rank} lost its connection to another rank, which has ended", file=sys.stderr)
+        return EXIT_CONSEQUENCE
     shutdown()
     return 0
+
+
+def _is_done(recipe: Recipe, fresh: bool, parallel: "Parallel") -> bool:
+    """What torchrun's ranks have to find out together: `_train` has not looked for them."""
+    import torch
+
+    from megatron_opo.spmd import Driver
+
+    def look() -> bool:
+        if fresh:
+            _move_aside(recipe.run_path)
+        return _is_finished(recipe)
+
+    driver = Driver(parallel.rank, parallel.control)
+    done = driver.run(look)
+    return bool(driver.share([torch.tensor([bool(done)])])[0])
+
+
+def _follows_interrupt(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _move_aside(run_path: Path) -> None:
     if run_path.exists():
         aside = run_path.with_name(f"{run_path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-        run_path.rename(aside)
+        try:
+            run_path.rename(aside)
+        except OSError as error:
+            raise LogError(f"{run_path}: cannot be moved to {aside}: {error.strerror}") from None
         print(f"moved the earlier run to {aside}")
 
 

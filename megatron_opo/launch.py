@@ -1,91 +1,191 @@
 """Start the ranks of one machine, when neither torchrun nor srun has done so."""
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_opo.errors import LogError
+
 GRACE_SECONDS = 30.0
+# How long the others have to notice by themselves that one is gone.
+NOTICE_SECONDS = 10.0
+# A rank that ends with this code knows less of the reason than another one.
+EXIT_CONSEQUENCE = 3
+SHOWN_LINES = 20
+PR_SET_PDEATHSIG = 1
+
+
+class _Stopped(Exception):
+    """A signal asks the job to end."""
 
 
 def started_by_launcher() -> bool:
     return "RANK" in os.environ
 
 
-def run_ranks(arguments: list[str], world_size: int, log_dir: Path) -> int:
-    """Run `python -m megatron_opo ARGUMENTS` as `world_size` ranks; return the job's exit code.
+def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
+    """Run `command` as `world_size` ranks; return the job's exit code.
 
     Rank 0 has this terminal; the others write to `log_dir`/rank_N.log. When one rank fails the
-    others are ended, and the end of its log is shown.
+    others are ended, and the end of its log is shown. No rank outlives this process, not even when
+    it is killed.
+
+    Raises:
+        LogError: the logs cannot be written.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
+    environment = _environment(world_size)
+    ranks: list[subprocess.Popen] = []
+    with _raising_on_signals():
+        try:
+            for rank in range(world_size):
+                ranks.append(_start(command, rank, environment, log_dir))
+            failed = _wait(ranks)
+        except _Stopped as stopped:
+            signum = stopped.args[0]
+            for again in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(again, lambda *_: _kill(ranks))
+            # Rank 0 closes what it owns and tells the others.
+            if ranks:
+                ranks[0].send_signal(signal.SIGINT)
+            _end(ranks, patience=GRACE_SECONDS)
+            return 128 + signum
+        except OSError as error:
+            _end(ranks)
+            raise LogError(
+                f"{log_dir}: cannot be written: {error.strerror or error}; give a run_dir in "
+                "which you may create files"
+            ) from error
+    if failed is None:
+        return 0
+    code = ranks[failed].returncode
+    _explain(failed, code, log_dir)
+    return code if code > 0 else 128 - code
+
+
+def _environment(world_size: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // world_size)
-    environment = os.environ | {
+    return os.environ | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
-    command = [sys.executable, "-m", "megatron_opo", *arguments]
-    ranks = []
-    for rank in range(world_size):
-        rank_environment = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        output = None if rank == 0 else open(log_dir / f"rank_{rank}.log", "w")  # noqa: SIM115
-        ranks.append(
-            subprocess.Popen(
-                command,
-                env=rank_environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-            )
-        )
-    previous = signal.signal(signal.SIGTERM, lambda *_: _end(ranks))
+
+
+def _start(
+    command: list[str], rank: int, environment: dict[str, str], log_dir: Path
+) -> subprocess.Popen:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    output = None if rank == 0 else open(log_dir / f"rank_{rank}.log", "w")  # noqa: SIM115
+    launcher, libc = os.getpid(), ctypes.CDLL(None)
+
+    def prepare() -> None:
+        # A shell starts a background job with ctrl-c ignored, and children inherit that.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if sys.platform == "linux":
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != launcher:
+                os.kill(os.getpid(), signal.SIGKILL)
+
     try:
-        failed = _wait(ranks)
-    except KeyboardInterrupt:
-        # The terminal sent it to every rank too; rank 0 closes the servers.
-        _end(ranks, patience=GRACE_SECONDS)
-        return 130
+        return subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+            start_new_session=True,  # the terminal's ctrl-c is this process's to pass on
+            preexec_fn=prepare,
+        )
     finally:
-        signal.signal(signal.SIGTERM, previous)
-    if failed is None:
-        return 0
-    if failed != 0:
-        log = log_dir / f"rank_{failed}.log"
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-        print(f"rank {failed} failed; the end of {log}:\n{tail}", file=sys.stderr)
-    return ranks[failed].returncode
+        if output is not None:
+            output.close()
+
+
+@contextmanager
+def _raising_on_signals() -> Iterator[None]:
+    def stop(signum, _frame) -> None:
+        raise _Stopped(signum)
+
+    previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    for signum, handler in previous.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(signum, stop)
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 def _wait(ranks: list[subprocess.Popen]) -> int | None:
-    """The first rank that failed, or None; the others have ended by then."""
+    """The rank that is to blame, or None when all succeeded; all have ended by then."""
     while True:
         codes = [rank.poll() for rank in ranks]
-        failed = [i for i, code in enumerate(codes) if code]
-        if failed:
-            # Rank 0 tells what went wrong for all; the others often fail first, as a consequence.
-            _end(ranks, patience=5.0)
-            return 0 if ranks[0].returncode and ranks[0].returncode > 0 else failed[0]
+        if any(codes):
+            # Who is told of a failure may well end before rank 0 has closed what it owns.
+            told = EXIT_CONSEQUENCE in codes or codes[0]
+            _end(ranks, patience=GRACE_SECONDS if told else NOTICE_SECONDS)
+            return _to_blame(codes, [rank.returncode for rank in ranks])
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.1)
 
 
+def _to_blame(first: list[int | None], last: list[int]) -> int:
+    """Of the ranks that failed at first, or later if these only felt the consequence: one that
+    was killed, else rank 0, which speaks for all where all fail alike."""
+    for codes in (first, last):
+        failed = [i for i, code in enumerate(codes) if code and code != EXIT_CONSEQUENCE]
+        if failed:
+            # Rank 0 shows a mistake of the user's, which every rank may have found.
+            if last[0] == 2 and codes[failed[0]] == 2:
+                return 0
+            return next((i for i in failed if (codes[i] or 0) < 0), failed[0])
+    return next(i for i, code in enumerate(last) if code)
+
+
+def _explain(failed: int, code: int, log_dir: Path) -> None:
+    if failed == 0 and code > 0:
+        return  # its own words stand above
+    how = f"failed with exit code {code}"
+    if code < 0:
+        how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
+        if code == -signal.SIGKILL:
+            how += "; if nobody did so, the machine ran out of memory (see dmesg)"
+    lines = []
+    if failed != 0:
+        log = log_dir / f"rank_{failed}.log"
+        with suppress(OSError):
+            lines = log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+        how += f"; the end of {log}:" if lines else f"; {log} is empty"
+    print("\n".join([f"error: rank {failed} {how}", *lines]), file=sys.stderr)
+
+
 def _end(ranks: list[subprocess.Popen], patience: float = 0.0) -> None:
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.05)
+    _wait_for(ranks, patience)
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
+    _wait_for(ranks, GRACE_SECONDS)
+    _kill(ranks)
+
+
+def _wait_for(ranks: list[subprocess.Popen], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
         time.sleep(0.05)
+
+
+def _kill(ranks: list[subprocess.Popen]) -> None:
     for rank in ranks:
         if rank.poll() is None:
             rank.kill()

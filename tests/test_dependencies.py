@@ -23,7 +23,7 @@ ALLOWED = {
     "weights": BASE,
     "actor": BASE | {"weights", "on_policy", "spmd", "runs"},
     "dynamic_sampling": BASE,
-    "launch": set(),
+    "launch": {"errors"},
     "desk": BASE
     | {"advantages", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "rewards", "rollout", "runs"},
