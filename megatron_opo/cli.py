@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_opo import __version__
 from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.recipe import Recipe, check_model, dump_recipe, load_recipe
-from megatron_opo.runs import latest_checkpoint
+from megatron_opo.runs import latest_checkpoint, only_run
 
 if TYPE_CHECKING:
     from megatron_opo.actor.parallel import Parallel
@@ -165,7 +165,8 @@ def _move_aside(run_path: Path) -> None:
     if run_path.exists():
         aside = run_path.with_name(f"{run_path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         try:
-            run_path.rename(aside)
+            with only_run(run_path):
+                run_path.rename(aside)
         except OSError as error:
             raise LogError(f"{run_path}: cannot be moved to {aside}: {error.strerror}") from None
         print(f"moved the earlier run to {aside}")

@@ -28,7 +28,7 @@ from megatron_opo.rollout import (
     launch_servers,
     wait_healthy,
 )
-from megatron_opo.runs import Checkpoint, changed_fields
+from megatron_opo.runs import Checkpoint, changed_fields, only_run
 
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 32
@@ -184,16 +184,17 @@ def open_desk(
     cursor = PromptCursor(train_prompts, shuffle=recipe.data.shuffle, seed=recipe.seed)
     if checkpoint is not None:
         cursor.restore(checkpoint.cursor)
-    log = RunLog(
-        recipe.run_path,
-        recipe_text=dump_recipe(recipe),
-        versions=versions(),
-        total_steps=recipe.train.steps,
-        wandb_project=recipe.log.wandb_project,
-        samples_per_step=recipe.log.samples_per_step,
-        first_step=checkpoint.version if checkpoint else 0,
-    )
     with ExitStack() as resources:
+        resources.enter_context(only_run(recipe.run_path))
+        log = RunLog(
+            recipe.run_path,
+            recipe_text=dump_recipe(recipe),
+            versions=versions(),
+            total_steps=recipe.train.steps,
+            wandb_project=recipe.log.wandb_project,
+            samples_per_step=recipe.log.samples_per_step,
+            first_step=checkpoint.version if checkpoint else 0,
+        )
         resources.enter_context(log)
         log.summary(summary_rows(recipe, hf_config, train_prompts, eval_prompts))
         for contradiction in contradictions(recipe):

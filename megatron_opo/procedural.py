@@ -41,7 +41,7 @@ def generate(
     except TypeError as error:
         raise RecipeError(f"{field}.config: must be JSON-like data: {error}") from None
     child = subprocess.run(
-        [sys.executable, "-m", "megatron_opo.procedural"],
+        [sys.executable, "-P", "-m", "megatron_opo.procedural"],
         input=request.encode(),
         stdout=subprocess.PIPE,
         env=child_environment(),

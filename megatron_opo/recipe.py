@@ -26,6 +26,9 @@ from megatron_opo.errors import RecipeError
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 LossAggregation = Literal[
@@ -73,7 +76,7 @@ class ModelConfig(Section):
 class ProceduralConfig(Section):
     task: str = Field(description="reasoning-gym task name, e.g. chain_sum")
     size: PositiveInt = 10_000
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     config: dict[str, Any] = Field(default={}, description="the task's own options")
 
 
@@ -144,7 +147,7 @@ class RolloutConfig(Section):
     servers: PositiveInt = 1
     tensor_parallel: PositiveInt = Field(default=1, description="of each launched server")
     host: str = "127.0.0.1"
-    port: NonNegativeInt = Field(default=0, description="first server's port; 0: a free one")
+    port: Port = Field(default=0, description="first server's port; 0: a free one")
     server_args: dict[str, Any] = Field(
         default={}, description="SGLang's own launch options, by their names (max_total_tokens)"
     )
@@ -153,6 +156,19 @@ class RolloutConfig(Section):
     request_timeout_s: PositiveFloat = 600.0
     retries: NonNegativeInt = 3
     start_timeout_s: PositiveFloat = 300.0
+
+    @model_validator(mode="after")
+    def _addresses(self):
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"`urls`: {url!r} must begin with http:// (http://host:30000)")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"`urls` names a server twice: {list(self.urls)}")
+        if self.port and self.port + self.servers - 1 > 65_535:
+            raise ValueError(
+                f"`port` {self.port} leaves no ports up to 65535 for {self.servers} servers"
+            )
+        return self
 
     @model_validator(mode="after")
     def _untruncated(self):
@@ -241,7 +257,7 @@ class OptimizerConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     clip_grad: PositiveFloat = 1.0
@@ -288,7 +304,7 @@ class Recipe(Section):
     """A whole run. `megatron-opo train RECIPE --print` shows every field with its default."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     run_dir: str = "runs/{name}"
     model: ModelConfig
     data: DataConfig
@@ -413,6 +429,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -446,7 +464,7 @@ def _apply_override(tree: dict, override: str) -> None:
         raise RecipeError(f"override `{override}`: write it as section.field=value")
     try:
         value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"override `{override}`: the value is not valid YAML: {error}") from None
     *parents, leaf = path.split(".")
     node = tree
@@ -518,11 +536,16 @@ def check_model(recipe: Recipe) -> dict:
         raise RecipeError(f"model.path: {config_path} is not valid JSON: {error}") from None
     if not list(directory.glob("*.safetensors")):
         raise RecipeError(f"model.path: {directory} has no *.safetensors weights")
-    try:
-        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-        context = config["max_position_embeddings"]
-    except KeyError as error:
-        raise RecipeError(f"model.path: {config_path} has no {error}") from None
+    if not isinstance(config, dict):
+        raise RecipeError(f"model.path: {config_path} must hold an object, got {config!r:.60}")
+    names = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings", "vocab_size")
+    for name in names:
+        if type(config.get(name)) is not int or config[name] < 1:
+            raise RecipeError(
+                f"model.path: {config_path}: `{name}` must be a positive whole number, got "
+                f"{config.get(name)!r}"
+            )
+    heads, layers, context, _ = (config[name] for name in names)
     kv_heads = config.get("num_key_value_heads") or heads
     problems = []
     tensor, pipeline = recipe.actor.tensor_parallel, recipe.actor.pipeline_parallel

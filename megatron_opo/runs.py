@@ -1,7 +1,10 @@
 """What a run directory holds, read without Megatron."""
 
+import fcntl
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +73,31 @@ def changed_fields(before: dict[str, Any], recipe: Recipe) -> list[str]:
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     ]
+
+
+@contextmanager
+def only_run(run_path: Path) -> Iterator[None]:
+    """Hold the run directory; the operating system lets go of it however the process ends.
+
+    Raises:
+        CheckpointError: another run holds it, or it cannot be written.
+    """
+    try:
+        run_path.mkdir(parents=True, exist_ok=True)
+        lock = open(run_path / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise CheckpointError(
+            f"run_dir: {run_path} cannot be written: {error.strerror}; choose another run_dir="
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"run_dir: another run is training in {run_path}; wait for it, end it, or choose "
+                "another name= or run_dir="
+            ) from None
+        yield
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

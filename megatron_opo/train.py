@@ -5,6 +5,7 @@ cursor, servers, reward workers, log); `driver.run` is how a stage of rank 0 sta
 program. On the other ranks `desk`, and whatever a stage returns, is None, whatever its type says.
 """
 
+import time
 from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
@@ -66,10 +67,10 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
                 with phase(desk, "checkpoint"):
                     save_checkpoint(actor, recipe, driver, lambda: desk.cursor.state())
 
+        driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
         if recipe.checkpoint.export_hf:
             with phase(desk, "export"):
                 export(actor, recipe, driver)
-        driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
 
 
 def collect(desk: Desk, version: int) -> PackedBatch:
@@ -184,6 +185,8 @@ def export(actor: Actor, recipe: Recipe, driver: Driver) -> None:
     """Write the policy as a Hugging Face model directory, hf/step_N of the run."""
     weights = export_hf(actor.modules, actor.hf_config, actor.dtype)
     target = recipe.run_path / "hf" / f"step_{actor.version}"
+    if driver.is_here and target.exists():  # of a run that was resumed from before this step
+        target.rename(target.with_name(f"{target.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
     driver.run(
         lambda: save_hf(target, weights, source=Path(recipe.model.path)),
         meanwhile=lambda: deque(weights, maxlen=0),

@@ -84,6 +84,14 @@ def test_the_printed_recipe_shows_every_field_and_reads_back_equal(write, tmp_pa
         ("rollout.min_p=0.1", "a truncated sampler"),
         ("optimizer.lr=-1", "greater than or equal to 0"),
         ("optimizer.min_lr=1", "above `lr`"),
+        ("optimizer.betas=[1.0, 0.9]", "less than 1"),
+        ("seed=4294967296", "less than 4294967296"),
+        ("rollout.port=70000", "less than or equal to 65535"),
+        ("rollout={port: 65535, servers: 2}", "leaves no ports"),
+        ("rollout.urls=[localhost:30000]", "must begin with http://"),
+        ("rollout.urls=[http://a:1, http://a:1]", "names a server twice"),
+        ("name=2024-13-45", "not valid YAML"),
+        ("name=2024-06-01", "`name`"),
         ("algorithm.estimator=gae", "needs a critic"),
         ("algorithm.estimator=ppo", "'opo', 'opo_leave_one_out'"),
         ("algorithm.estimator=1", "'opo'"),
@@ -111,6 +119,12 @@ def test_a_bad_value_is_named_with_what_is_allowed(write, override, expected):
     text = message(write(MINIMAL), override)
     assert expected in text
     assert "recipe" in text or "override" in text
+
+
+def test_yaml_anchors_and_merges_work(write):
+    text = MINIMAL + "optimizer: &o {lr: 1e-5}\neval: {<<: {every: 0}, at_start: false}\n"
+    recipe = load_recipe(write(text), ["eval.at_end=false"])
+    assert (recipe.optimizer.lr, recipe.eval.every, recipe.eval.at_start) == (1e-5, 0, False)
 
 
 def test_all_mistakes_are_reported_at_once(write):
@@ -202,7 +216,17 @@ def test_sizes_that_do_not_fit_the_model_are_refused(model_recipe, overrides, ex
     [
         (lambda d: (d / "config.json").unlink(), "config.json does not exist"),
         (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
-        (lambda d: (d / "config.json").write_text("{}"), "has no 'num_attention_heads'"),
+        (
+            lambda d: (d / "config.json").write_text("{}"),
+            "`num_attention_heads` must be a positive whole number, got None",
+        ),
+        (lambda d: (d / "config.json").write_text("[1]"), "must hold an object, got [1]"),
+        (
+            lambda d: (d / "config.json").write_text(
+                json.dumps({**CONFIG, "num_attention_heads": "4"})
+            ),
+            "`num_attention_heads` must be a positive whole number, got '4'",
+        ),
         (lambda d: (d / "model.safetensors").unlink(), "has no *.safetensors weights"),
     ],
 )

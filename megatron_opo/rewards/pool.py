@@ -79,6 +79,7 @@ class _Worker:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",  # a math_verify.py where the command was given is not the library
                     "-m",
                     "megatron_opo.rewards.worker",
                     str(theirs.fileno()),

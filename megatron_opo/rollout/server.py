@@ -138,7 +138,7 @@ def launch_servers(
     for claim in held:
         claim.close()
     for i, port in enumerate(ports):
-        command = [sys.executable, "-m", "sglang.launch_server"]
+        command = [sys.executable, "-P", "-m", "sglang.launch_server"]
         command += command_line(server_options(rollout, model, device, i, port))
         log = log_dir / f"server_{i}.log"
         with log.open("wb") as stream:
@@ -147,7 +147,7 @@ def launch_servers(
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=server_environment(rollout, device),
+                env=server_environment(rollout, device, i),
                 start_new_session=True,
             )
         server = Server(f"server {i}", f"http://{rollout.host}:{port}", process, log)
@@ -217,7 +217,7 @@ def command_line(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def server_environment(rollout: RolloutConfig, device: str) -> dict[str, str]:
+def server_environment(rollout: RolloutConfig, device: str, index: int = 0) -> dict[str, str]:
     """The environment of a server: the trainer's without its rendezvous, and server_env."""
     environment = {
         name: value
@@ -226,7 +226,8 @@ def server_environment(rollout: RolloutConfig, device: str) -> dict[str, str]:
     }
     if device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
-        ranks = range(rollout.tensor_parallel)
+        first = index * rollout.tensor_parallel
+        ranks = range(first, first + rollout.tensor_parallel)
         environment |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[r % len(cores)]) for r in ranks),
