@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from megatron_opo import __version__
 from megatron_opo.errors import LogError, OpoError, RecipeError
-from megatron_opo.recipe import Recipe, check_model, dump_recipe, load_recipe
+from megatron_opo.model_fit import check_model
+from megatron_opo.recipe import Recipe, dump_recipe, load_recipe
 from megatron_opo.runs import latest_checkpoint, only_run
 
 if TYPE_CHECKING:

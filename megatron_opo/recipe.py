@@ -1,12 +1,11 @@
 """The typed recipe: YAML plus dotted overrides -> one frozen, fully validated `Recipe`.
 
 `load_recipe` reports every mistake at once, each with the dotted field, what was found and what is
-allowed. Checks that need the model's config.json are in `check_model`; both run on a laptop,
+allowed. Checks that need the model's config.json are in `model_fit`; both run on a laptop,
 before any GPU is touched.
 """
 
 import difflib
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -60,8 +59,6 @@ ESTIMATOR_ALIASES = {
 REFUSED_ESTIMATORS = {
     "gae": "it needs a critic, and there is none: a baseline comes from the group's own rewards"
 }
-
-SERVER_RESERVED_TOKENS = 8
 
 
 class Section(BaseModel):
@@ -513,73 +510,3 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
 def dump_recipe(recipe: Recipe) -> str:
     """The whole resolved recipe as YAML, every default included; `load_recipe` reads it back."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=100)
-
-
-def check_model(recipe: Recipe) -> dict:
-    """Check the recipe against the model's config.json and return that config.
-
-    Raises:
-        RecipeError: the directory or a file is missing, or a size does not divide.
-    """
-    directory = Path(recipe.model.path)
-    if not directory.is_dir():
-        raise RecipeError(
-            f"model.path: {directory} is not a directory; give a Hugging Face model directory "
-            "(config.json, *.safetensors, tokenizer files)"
-        )
-    config_path = directory / "config.json"
-    try:
-        config = json.loads(config_path.read_text())
-    except FileNotFoundError:
-        raise RecipeError(f"model.path: {config_path} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"model.path: {config_path} is not valid JSON: {error}") from None
-    if not list(directory.glob("*.safetensors")):
-        raise RecipeError(f"model.path: {directory} has no *.safetensors weights")
-    if not isinstance(config, dict):
-        raise RecipeError(f"model.path: {config_path} must hold an object, got {config!r:.60}")
-    names = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings", "vocab_size")
-    for name in names:
-        if type(config.get(name)) is not int or config[name] < 1:
-            raise RecipeError(
-                f"model.path: {config_path}: `{name}` must be a positive whole number, got "
-                f"{config.get(name)!r}"
-            )
-    heads, layers, context, _ = (config[name] for name in names)
-    kv_heads = config.get("num_key_value_heads") or heads
-    problems = []
-    tensor, pipeline = recipe.actor.tensor_parallel, recipe.actor.pipeline_parallel
-    valid = [t for t in range(1, heads + 1) if heads % t == 0 and kv_heads % t == 0]
-    for field, size in (
-        ("actor.tensor_parallel", tensor),
-        ("rollout.tensor_parallel", recipe.rollout.tensor_parallel),
-    ):
-        if size not in valid:
-            problems.append(
-                f"{field}: {size} does not divide the model's {heads} attention heads and "
-                f"{kv_heads} key-value heads; allowed: {', '.join(map(str, valid))}"
-            )
-    if layers % pipeline:
-        allowed = [p for p in range(1, layers + 1) if layers % p == 0]
-        problems.append(
-            f"actor.pipeline_parallel: {pipeline} does not divide the model's {layers} layers; "
-            f"allowed: {', '.join(map(str, allowed))}"
-        )
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    # SGLang cuts a response silently at context - 2, and refuses prompts of context - 6 or more.
-    if longest > context - SERVER_RESERVED_TOKENS:
-        problems.append(
-            f"data.max_prompt_tokens ({recipe.data.max_prompt_tokens}) + "
-            f"rollout.max_response_tokens ({recipe.rollout.max_response_tokens}) = {longest} "
-            f"exceeds the {context - SERVER_RESERVED_TOKENS} tokens that the model's context of "
-            f"{context} leaves (servers keep {SERVER_RESERVED_TOKENS} to themselves)"
-        )
-    if longest > recipe.actor.micro_batch_tokens:
-        problems.append(
-            f"actor.micro_batch_tokens ({recipe.actor.micro_batch_tokens}) is below the longest "
-            f"possible sequence ({longest} = data.max_prompt_tokens + "
-            "rollout.max_response_tokens): raise it"
-        )
-    if problems:
-        raise RecipeError("\n".join(problems))
-    return config

@@ -25,10 +25,11 @@ from megatron_opo.advantages.truncation import shape_rewards
 from megatron_opo.batch import Group, PackedBatch, pack
 from megatron_opo.desk import Desk, open_desk
 from megatron_opo.dynamic_sampling import draw_groups, has_signal
+from megatron_opo.model_fit import check_model
 from megatron_opo.observe.metrics import eval_metrics, rollout_metrics
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
-from megatron_opo.recipe import Recipe, check_model
+from megatron_opo.recipe import Recipe
 from megatron_opo.runs import latest_checkpoint
 from megatron_opo.spmd import Driver
 from megatron_opo.weights import export_hf, load_hf, save_hf

@@ -10,6 +10,7 @@ ALLOWED = {
     "errors": set(),
     "environment": {"errors"},
     "recipe": {"errors"},
+    "model_fit": {"errors", "recipe"},
     "runs": {"errors", "recipe"},
     "spmd": {"errors"},
     "on_policy": {"batch", "errors"},
@@ -28,7 +29,7 @@ ALLOWED = {
     | {"advantages", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "rewards", "rollout", "runs"},
     "train": BASE
-    | {"actor", "advantages", "desk", "dynamic_sampling"}
+    | {"actor", "advantages", "desk", "dynamic_sampling", "model_fit"}
     | {"observe", "on_policy", "runs", "spmd", "weights"},
 }
 ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": set()}
