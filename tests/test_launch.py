@@ -116,7 +116,10 @@ def test_a_signal_to_the_launcher_ends_all_ranks(tmp_path, signum, code):
         "    Path('closed').write_text(rank)\n"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH], env=os.environ | {"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", LAUNCH],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # Tests that run in the background inherit an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     pid_files = [tmp_path / "pid_0", tmp_path / "pid_1"]
     deadline = time.monotonic() + 60
