@@ -39,7 +39,8 @@ LABELS = {
     "E l r / E l": "E l r / E l",
     "E W r / E W": "E W r / E W",
 }
-COLORS = ("#4477aa", "#ddaa33", "#cc6677")
+STAGE_COLORS = ("#4477aa", "#ddaa33", "#cc6677")
+TASK_COLORS = ("#4477aa", "#228833", "#aa3377")
 
 Statistic = Callable[[np.ndarray], np.ndarray]
 
@@ -307,41 +308,65 @@ def write_table(path: Path, stages: list[Stage], effort: Effort, seconds: float,
 
 
 def write_figure(path: Path, stages: list[Stage], effort: Effort) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2))
-    for i, (stage, color) in enumerate(zip(stages, COLORS, strict=False)):
-        moments = stage.moments[:, main_size(stage), 0]
-        fair = 100 * bootstrap(
-            variances_at_equal_step(moments, moments),
-            len(stage.answers),
-            effort.resamples,
+    figure, (over_time, over_tasks, scatter) = plt.subplots(
+        1, 3, figsize=(13, 4.2), width_ratios=(3, 3, 3.5)
+    )
+    during = [stage.moments[:, main_size(stage), 0] for stage in stages]
+    first = stages[0]
+    by_stage = dict(zip([s.name for s in stages], during, strict=True))
+    draw_variances(over_time, by_stage, STAGE_COLORS, effort)
+    of_tasks = dict(zip(TASKS, np.moveaxis(first.tasks, 1, 0), strict=True))
+    draw_variances(over_tasks, of_tasks, TASK_COLORS, effort)
+    draw_answers(scatter, first)
+    over_time.set_title(f"reward: {TASKS[0]}", fontsize=10, loc="left")
+    over_tasks.set_title(f"at the {first.name}, other rewards", fontsize=10, loc="left")
+    scatter.set_title(f"answers at the {first.name}", fontsize=10, loc="left")
+    over_time.set_yticks(range(len(ESTIMATORS)), [figure_label(name) for name in ESTIMATORS])
+    over_tasks.set_yticks(range(len(ESTIMATORS)), [])
+    for axis in (over_time, over_tasks, scatter):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(
+            frameon=False,
+            fontsize=8,
+            ncols=3,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.16),
+            columnspacing=1,
+            markerscale=1.2,
+            handletextpad=0.3,
         )
+    figure.tight_layout(w_pad=0.5)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_variances(
+    axis, moments: dict[str, np.ndarray], colors: tuple[str, ...], effort: Effort
+) -> None:
+    """A row for each estimator, a colour for each of the named moments [P, E, 5]."""
+    for i, (label, of_one) in enumerate(moments.items()):
+        statistic = variances_at_equal_step(of_one, of_one)
+        fair = 100 * bootstrap(statistic, len(of_one), effort.resamples)
         value, low, high = fair[:, : len(ESTIMATORS)]
-        left.errorbar(
+        axis.errorbar(
             value,
             np.arange(len(ESTIMATORS)) + (i - 1) * 0.2,
             xerr=np.maximum([value - low, high - value], 0),
             fmt="o",
-            color=color,
+            markersize=5,
+            color=colors[i],
             capsize=2,
             elinewidth=1,
-            label=stage.name,
+            label=label,
         )
-    left.axvline(100, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
-    left.set_xscale("log")
-    left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    left.xaxis.set_major_formatter(ScalarFormatter())
-    left.xaxis.set_minor_locator(NullLocator())
-    left.set_yticks(range(len(ESTIMATORS)), [figure_label(name) for name in ESTIMATORS])
-    left.invert_yaxis()
-    left.set_xlabel(f"variance at equal step, % of no baseline's (groups of {MAIN_SIZE})")
-    left.legend(frameon=False)
-    draw_answers(right, stages[0])
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axis.axvline(100, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.invert_yaxis()
+    axis.set_xlabel("variance at equal step, % of no baseline's")
 
 
 def figure_label(name: str) -> str:
@@ -359,15 +384,12 @@ def draw_answers(axis, stage: Stage) -> None:
         relative = np.stack([length / length.mean(), square / square.mean()])
         for right in points:
             points[right].append(relative[:, (reward == 1) == right])
-    for right, color in ((False, "#999999"), (True, "#228833")):
+    for right, color in ((False, "#999999"), (True, "#117733")):
         x, y = np.concatenate(points[right], 1)
-        label = "right answers" if right else "wrong answers"
+        label = "right" if right else "wrong"
         axis.scatter(x, y, 6, color=color, alpha=0.3, linewidths=0, label=label, rasterized=True)
     line = np.geomspace(0.2, 2.5, 50)
     axis.plot(line, line, color="#333333", linewidth=1, label="as OPO assumes")
     axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    axis.set_ylim(low, 30 * high)  # room for the legend
-    axis.set_xlabel(f"length / mean of its question ({stage.name})")
+    axis.set_xlabel("length / mean of its question")
     axis.set_ylabel("$|g|^2$ / mean of its question")
-    axis.legend(frameon=False, markerscale=2)
