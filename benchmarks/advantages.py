@@ -231,7 +231,8 @@ def describe(device: str) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")
         cores = len(os.sched_getaffinity(0))
-        machine = f"{model or platform.machine()}, {cores} cores, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        machine = f"{model or platform.machine()}, cores: {cores}, threads of torch: {threads}"
     return f"{machine}; torch {torch.__version__}; {module}"
 
 

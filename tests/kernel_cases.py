@@ -7,6 +7,7 @@ library as second argument, that is the CUDA implementation, compiled for the CP
 
 import itertools
 import math
+import os
 import sys
 from collections import defaultdict
 from fractions import Fraction
@@ -16,9 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opo.advantages import kernel_cuda
+from megatron_opo.advantages import kernel, kernel_cuda
 from megatron_opo.advantages.kernel import group_advantages_, group_advantages_padded_
 
+TRITON = "megatron_opo.advantages.kernel_triton"
 UNTOUCHED = 7.0  # no advantage: rewards below stay in -3..3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REWARD_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -146,7 +148,8 @@ def check_padded(case, dtype, mask_dtype, singleton_raw, wide, seed):
     words = torch.where(mask, 1.0, -0.0).to(mask_dtype)
     if mask_dtype.is_floating_point or mask_dtype is torch.int64:
         words *= 3
-    group_advantages_padded_(rewards, words, ids, singleton_raw=singleton_raw)
+    workspace = torch.full((3, rows), math.nan, dtype=torch.float64)
+    group_advantages_padded_(rewards, words, ids, singleton_raw=singleton_raw, workspace=workspace)
 
     members = defaultdict(list)
     for row, name in enumerate(ids):
@@ -154,6 +157,13 @@ def check_padded(case, dtype, mask_dtype, singleton_raw, wide, seed):
     lengths = mask.sum(1).tolist()
     exact = exact_advantages(sums, lengths, members.values(), singleton_raw)
     assert (rewards[~mask] == 0).all()
+    if width:
+        assert_close(workspace[0], exact, error=1e-12)
+        assert workspace[1].tolist() == lengths
+        if kernel.implementation(rewards.device) in (kernel_cuda, sys.modules.get(TRITON)):
+            # A row whose length is where it ends is written without a look at its mask.
+            ends = (mask * torch.arange(1, width + 1)).amax(1)
+            assert workspace[2].tolist() == ends.tolist()
     for row in range(rows):
         tokens = rewards[row][mask[row]]
         if len(tokens):
@@ -161,8 +171,48 @@ def check_padded(case, dtype, mask_dtype, singleton_raw, wide, seed):
             assert_close(tokens[:1], [exact[row]], error=1e-12)
 
 
+def check_many_sequences() -> None:
+    """More than any search looks at in one go; every token of the buffer belongs to one."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(0, 5, (300,), generator=generator)
+    lengths = torch.randint(0, 25, (int(sizes.sum()),), generator=generator)
+    lengths[::50] = 1700
+    rewards = torch.randint(-3, 4, lengths.shape, generator=generator)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    buffer = torch.full((int(cu_seqlens[-1]),), UNTOUCHED)
+    # What lies behind offsets in memory is not theirs.
+    behind = torch.zeros(2000, dtype=torch.int64)
+    offsets = torch.cat([offsets, behind])[: len(offsets)]
+    cu_seqlens = torch.cat([cu_seqlens, behind])[: len(cu_seqlens)]
+    group_advantages_(buffer, rewards, lengths, offsets, cu_seqlens)
+    groups = [range(*pair) for pair in itertools.pairwise(offsets.tolist())]
+    exact = exact_advantages(rewards.tolist(), lengths.tolist(), groups, False)
+    used = lengths > 0
+    firsts = buffer[cu_seqlens[:-1][used]]
+    assert_close(firsts, [a for a, n in zip(exact, lengths.tolist(), strict=True) if n])
+    assert torch.equal(buffer, firsts.repeat_interleave(lengths[used]))
+
+
+def check_rounding() -> None:
+    """As torch rounds float64, halfway cases included."""
+    # Steps of a quarter of what float32, bfloat16 and float16 tell apart.
+    near_one = [torch.arange(-40, 40).double() / 2**bits + 1 for bits in (25, 9, 12)]
+    values = torch.cat([*near_one, *(-x for x in near_one), torch.tensor([6e4, -1e5, 1e-6, 0])])
+    offsets = torch.arange(len(values) + 1)
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds it.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    for dtype in (torch.float32, torch.float16) if interpreted else DTYPES:
+        buffer = torch.full((len(values),), UNTOUCHED, dtype=dtype)
+        group_advantages_(
+            buffer, values, torch.ones_like(values), offsets, offsets, singleton_raw=True
+        )
+        assert torch.equal(buffer, values.to(dtype))
+
+
 def check(examples: int) -> None:
-    """Check that many ragged cases, and as many padded ones."""
+    """Check that many ragged cases drawn at random, and as many padded ones, and those that chance
+    does not find."""
     quiet = settings(max_examples=examples, deadline=None, derandomize=True, database=None)
     dtypes, seeds = st.sampled_from(DTYPES), st.integers(0, 2**32)
     reward_dtypes = st.sampled_from(REWARD_DTYPES)
@@ -170,6 +220,8 @@ def check(examples: int) -> None:
     padded = given(padded_cases(), dtypes, st.sampled_from(MASK_DTYPES), flags, flags, seeds)
     quiet(ragged(check_ragged))()
     quiet(padded(check_padded))()
+    check_many_sequences()
+    check_rounding()
 
 
 def use_cuda_on_cpu(library: str) -> None:
