@@ -232,6 +232,8 @@ def server_environment(rollout: RolloutConfig, device: str, index: int = 0) -> d
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[r % len(cores)]) for r in ranks),
             "OMP_NUM_THREADS": "1",
+            # A CUDA build of torch brings NCCL along, which SGLang would use without any GPU.
+            "SGLANG_NCCL_SO_PATH": "none: the servers run on a CPU",
         }
     return environment | rollout.server_env
 
