@@ -33,12 +33,14 @@ from megatron_opo.recipe import Recipe
 from megatron_opo.runs import latest_checkpoint
 from megatron_opo.spmd import Driver
 from megatron_opo.weights import export_hf, load_hf, save_hf
+from megatron_opo.weights.families import read_architecture
 
 
 def train(recipe: Recipe, parallel: Parallel) -> None:
     """Run the recipe from its newest checkpoint, or from the model directory, to its last step."""
     driver = Driver(parallel.rank, parallel.control)
     hf_config = check_model(recipe)
+    read_architecture(hf_config)  # a model that is not supported must not cost a server's start
     checkpoint = latest_checkpoint(recipe.run_path)
     desk = driver.run(lambda: open_desk(recipe, hf_config, parallel.device.type, checkpoint))
     with desk or nullcontext():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,12 +38,19 @@ def share_of_a(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+def make_unsupported(model: Path, copy: Path) -> None:
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+
+
 def make_project(directory: Path) -> Path:
     tiny_qwen3(directory / "model")
     for name, count in [("train", 40), ("eval", 8)]:
         rows = [{"prompt": f"{name} {i}: ", "answer": "a"} for i in range(count)]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (directory / "reward.py").write_text(REWARD)
+    make_unsupported(directory / "model", directory / "gpt2")
     (directory / "recipe.yaml").write_text(RECIPE)
     return directory
 
@@ -171,6 +179,7 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     [
         (["rollout.sample_per_prompt=4"], "did you mean `rollout.samples_per_prompt`?"),
         (["model.path=nowhere"], "nowhere is not a directory"),
+        (["model.path=gpt2"], "`model_type` is 'gpt2'"),
         (["actor.tensor_parallel=4"], "allowed: 1, 2"),
         (["data.train.files=[nowhere.jsonl]"], "nowhere.jsonl"),
         (["data.train.files=[nowhere.jsonl]", "actor.tensor_parallel=2"], "nowhere.jsonl"),
@@ -183,4 +192,5 @@ def test_a_mistake_ends_in_one_clear_error(arguments, expected, tmp_path_factory
     assert outcome.returncode == 2, outcome.stdout
     assert expected in outcome.stdout
     assert outcome.stdout.count("error: ") == 1
+    assert not list(run_dir.glob("logs/server_*")), "found before a server was started"
     assert "Traceback" not in outcome.stdout
