@@ -1,6 +1,7 @@
 """A small rollout on a tiny model, trained by the actor in any layout; run inside the ranks."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def open_actor(model: str, run_dir: str, overrides: list[str]):
 
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "recipe.yaml"
+    path = directory / f"recipe_{os.environ['RANK']}.yaml"  # ranks write it at the same time
     path.write_text(RECIPE.format(model=model, run_dir=run_dir))
     recipe = load_recipe(path, overrides)
     parallel = initialize(recipe.actor, seed=0)
