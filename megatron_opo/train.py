@@ -32,8 +32,10 @@ from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
 from megatron_opo.runs import latest_checkpoint
 from megatron_opo.spmd import Driver
-from megatron_opo.weights import export_hf, load_hf, save_hf
+from megatron_opo.weights.export import export_hf
 from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.load import load_hf
+from megatron_opo.weights.save import save_hf
 
 
 def train(recipe: Recipe, parallel: Parallel) -> None:

@@ -51,7 +51,7 @@ def open_actor(model: str, run_dir: str, overrides: list[str]):
     from megatron_opo.actor.step import Actor
     from megatron_opo.recipe import load_recipe
     from megatron_opo.spmd import Driver
-    from megatron_opo.weights import load_hf
+    from megatron_opo.weights.load import load_hf
 
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def open_actor(model: str, run_dir: str, overrides: list[str]):
 
 
 def exported(actor) -> dict[str, np.ndarray]:
-    from megatron_opo.weights import export_hf
+    from megatron_opo.weights.export import export_hf
 
     return {
         name: tensor.clone().numpy()

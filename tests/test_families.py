@@ -1,7 +1,14 @@
 """Configs of model families: what is understood, and what is refused by name."""
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_opo.errors import RecipeError
 from megatron_opo.weights.families import read_architecture
@@ -18,14 +25,17 @@ BASE = {
 }
 
 
-@pytest.mark.parametrize("cls", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize(
+    "cls", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
+)
 @pytest.mark.parametrize("whole", [True, False])
 def test_every_key_that_transformers_writes_is_understood(cls, whole):
     config = cls(num_attention_heads=8, num_key_value_heads=2, head_dim=48, vocab_size=77)
     architecture = read_architecture(config.to_dict() if whole else config.to_diff_dict())
     assert (architecture.vocab, architecture.heads, architecture.kv_heads) == (77, 8, 2)
     assert architecture.sizes["q"] == 8 * 48 and architecture.sizes["kv"] == 2 * 48
-    assert architecture.family.qk_norm == (cls is Qwen3Config)
+    assert architecture.family.qk_norm == (cls in (Qwen3Config, Qwen3MoeConfig))
+    assert architecture.family.qkv_bias == (cls is Qwen2Config)
 
 
 def test_defaults_are_those_of_transformers():
@@ -34,7 +44,7 @@ def test_defaults_are_those_of_transformers():
     assert architecture.kv_heads == config.num_key_value_heads
     assert architecture.head_dim == config.head_dim
     assert architecture.tied == config.tie_word_embeddings
-    assert architecture.rope_theta == config.rope_parameters["rope_theta"]
+    assert architecture.rope.theta == 10_000.0 == dict(config.rope_parameters or {})["rope_theta"]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +57,7 @@ def test_defaults_are_those_of_transformers():
     ],
 )
 def test_rope_theta_is_found_in_old_and_new_configs(keys):
-    assert read_architecture(BASE | keys).rope_theta == 5e5
+    assert read_architecture(BASE | keys).rope.theta == 5e5
 
 
 LLAMA3 = {
@@ -62,17 +72,30 @@ LLAMA3 = {
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"model_type": "gpt2"}, "`model_type` is 'gpt2'; allowed: llama, qwen3"),
+        (
+            {"model_type": "gpt2"},
+            "`model_type` is 'gpt2'; allowed: llama, mistral, qwen2, qwen3, qwen3_moe",
+        ),
         ({"model_type": None}, "`model_type` is None"),
-        ({"rope_scaling": LLAMA3}, "`rope_scaling` is {'rope_type': 'llama3'"),
-        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, "`rope_parameters` is {'rope_type'"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "`rope_parameters` is"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "has rope_type 'dynamic'"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "`rope_scaling` has two types"),
+        ({"rope_scaling": LLAMA3 | {"factor": None}}, "`rope_scaling.factor` is None"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, "`rope_scaling.factor` is 0"),
+        ({"rope_scaling": LLAMA3 | {"mscale": 1.0}}, "`rope_scaling.mscale` is 1.0"),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {"type": "linear", "factor": 2.0}},
+            "`rope_scaling` and `rope_parameters` contradict",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor` must be 1"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "says 1000000.0"),
         ({"rope_theta": -1.0}, "`rope_theta` is -1.0, must be a number above 0"),
         ({"attention_bias": True}, "`attention_bias` is True; supported: False"),
         ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu'; supported: 'silu'"),
         ({"sliding_window": 4096}, "`sliding_window` is 4096"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "['sliding_attention']"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "`layer_types` is ['full_attention', 'sliding_attention']",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`"),
         ({"residual_multiplier": 0.2}, "`residual_multiplier` is 0.2: a llama model with it"),
         ({"hidden_size": "64"}, "`hidden_size` is '64', must be a whole number above 0"),
@@ -96,7 +119,121 @@ def test_all_problems_are_listed():
 
 
 def test_a_disabled_sliding_window_is_none():
-    keys = {"model_type": "qwen3", "use_sliding_window": False, "sliding_window": 4096}
-    assert read_architecture(BASE | keys).family.model_type == "qwen3"
+    keys = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0}
+    for family in ("qwen2", "qwen3", "qwen3_moe", "llama"):
+        assert read_architecture(BASE | keys | {"model_type": family}).windows == (None, None)
     with pytest.raises(RecipeError, match="use_sliding_window"):
-        read_architecture(BASE | keys | {"use_sliding_window": True})
+        read_architecture(BASE | keys | {"model_type": "qwen3_moe", "use_sliding_window": True})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(num_hidden_layers=3, sliding_window=7),
+        MistralConfig(num_hidden_layers=3, sliding_window=None),
+        Qwen2Config(
+            num_hidden_layers=3, use_sliding_window=True, sliding_window=9, max_window_layers=1
+        ),
+        Qwen3Config(
+            num_hidden_layers=3,
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ],
+    ids=["mistral", "mistral without", "qwen2", "qwen3 by layer"],
+)
+def test_windows_are_those_of_transformers(config):
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
+    expected = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert read_architecture(config.to_dict()).windows == tuple(expected)
+    assert read_architecture(config.to_diff_dict()).windows == tuple(expected)
+
+
+def test_old_and_new_places_of_a_scaled_rope_agree():
+    old = read_architecture(BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3})
+    new = read_architecture(BASE | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
+    assert old.rope == new.rope
+    assert (old.rope.kind, old.rope.values["high_freq_factor"]) == ("llama3", 4.0)
+
+
+def test_layers_with_experts_are_those_of_transformers():
+    config = Qwen3MoeConfig(
+        vocab_size=50,
+        hidden_size=8,
+        intermediate_size=12,
+        moe_intermediate_size=6,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=3,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    )
+    architecture = read_architecture(config.to_dict())
+    model = AutoModelForCausalLM.from_config(config)
+    sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    assert architecture.experts is not None
+    assert architecture.experts.layers == tuple(
+        i for i, is_sparse in enumerate(sparse) if is_sparse
+    )
+    assert architecture.parameter_count() == sum(p.numel() for p in model.parameters())
+
+
+LLAMA = BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3, "vocab_size": 128_256}
+QWEN2 = BASE | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131_072}
+QWEN3_MOE = BASE | {"model_type": "qwen3_moe", "vocab_size": 151_936, "head_dim": 128}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
+
+
+def sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more) -> dict:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (LLAMA | sizes(8192, 28_672, 80, 64, 8), 70_553_706_496),
+        (LLAMA | sizes(4096, 14_336, 32, 32, 8), 8_030_261_248),
+        (BASE | sizes(4096, 11_008, 32, 32, 32, vocab_size=32_000), 6_738_415_616),
+        (QWEN2 | sizes(3584, 18_944, 28, 28, 4, vocab_size=152_064), 7_615_616_512),
+        (QWEN2 | sizes(5120, 27_648, 64, 40, 8, vocab_size=152_064), 32_763_876_352),
+        (
+            QWEN3_MOE | EXPERTS | sizes(2048, 6144, 48, 32, 4, moe_intermediate_size=768),
+            30_532_122_624,
+        ),
+        (
+            QWEN3_MOE | EXPERTS | sizes(4096, 12_288, 94, 64, 4, moe_intermediate_size=1536),
+            235_093_634_560,
+        ),
+        (
+            BASE | {"model_type": "mistral"} | sizes(4096, 14_336, 32, 32, 8, vocab_size=32_000),
+            7_241_732_096,
+        ),
+        (
+            BASE | sizes(576, 1536, 30, 9, 3, vocab_size=49_152, tie_word_embeddings=True),
+            134_515_008,
+        ),
+    ],
+    ids=[
+        "Llama-3.3-70B",
+        "Llama-3.1-8B",
+        "Llama-2-7B",
+        "Qwen2.5-7B",
+        "Qwen2.5-32B",
+        "Qwen3-30B-A3B",
+        "Qwen3-235B-A22B",
+        "Mistral-7B",
+        "SmolLM2-135M",
+    ],
+)
+def test_published_models_have_their_published_parameter_count(config, parameters):
+    assert read_architecture(config).parameter_count() == parameters

@@ -64,7 +64,8 @@ def run_model(directory: str, tokens: torch.Tensor, layout: dict):
     """On a rank: load, compute logits, export; (logits, export) where they are whole."""
     from megatron_opo.actor.parallel import initialize
     from megatron_opo.recipe import ActorConfig
-    from megatron_opo.weights import export_hf, load_hf
+    from megatron_opo.weights.export import export_hf
+    from megatron_opo.weights.load import load_hf
 
     actor = ActorConfig(**layout)
     parallel = initialize(actor, seed=0)
@@ -165,7 +166,8 @@ def run_gradients(directory: str, tokens: torch.Tensor, weights: torch.Tensor, r
     from megatron_opo.actor.model import build_model, output_weight
     from megatron_opo.actor.parallel import initialize
     from megatron_opo.recipe import ActorConfig
-    from megatron_opo.weights import export_hf, load_hf
+    from megatron_opo.weights.export import export_hf
+    from megatron_opo.weights.load import load_hf
 
     actor = ActorConfig(recompute=recompute)
     initialize(actor, seed=0)

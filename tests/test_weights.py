@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from megatron_opo.errors import CheckpointError, WeightError
-from megatron_opo.weights import save_hf
+from megatron_opo.weights.save import save_hf
 from tests.models import tiny_qwen3
 from tests.ranks import RankError, run_ranks
 from tests.test_model_parity import make_model
@@ -25,7 +25,8 @@ def load_on_rank(directory: str, layout: dict, dtype: str = "float32") -> dict |
     from megatron_opo.actor.model import build_model
     from megatron_opo.actor.parallel import initialize
     from megatron_opo.recipe import ActorConfig
-    from megatron_opo.weights import export_hf, load_hf
+    from megatron_opo.weights.export import export_hf
+    from megatron_opo.weights.load import load_hf
 
     actor = ActorConfig(**layout)
     initialize(actor, seed=0)
@@ -222,7 +223,8 @@ def export_twice_and_break(directory: str, layout: dict) -> tuple[bool, str]:
     from megatron_opo.actor.model import build_model
     from megatron_opo.actor.parallel import initialize
     from megatron_opo.recipe import ActorConfig
-    from megatron_opo.weights import export_hf, load_hf
+    from megatron_opo.weights.export import export_hf
+    from megatron_opo.weights.load import load_hf
 
     actor = ActorConfig(**layout)
     initialize(actor, seed=0)

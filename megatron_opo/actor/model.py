@@ -105,7 +105,7 @@ def build_model(hf_config: dict[str, Any], actor: ActorConfig, dtype: str) -> li
         post_process=rank == stages - 1,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,  # pyright: ignore[reportArgumentType]
+        rotary_base=architecture.rope.theta,  # pyright: ignore[reportArgumentType]
     )
     model.hf_vocab_size = architecture.vocab
     _mark_split_parameters(model)
@@ -220,6 +220,14 @@ def _has_fused_gradient_accumulation() -> bool:
 
 def _check_layout(architecture: Architecture, actor: ActorConfig) -> None:
     problems = []
+    if architecture.rope.kind != "default":
+        problems.append(f"config.json: rope_type {architecture.rope.kind!r} cannot be trained yet")
+    if any(architecture.windows):
+        problems.append("config.json: sliding windows cannot be trained yet")
+    if architecture.experts is not None:
+        problems.append("config.json: experts cannot be trained yet")
+    if architecture.family.qkv_bias:
+        problems.append("config.json: a bias of query, key and value cannot be trained yet")
     tensor, pipeline = actor.tensor_parallel, actor.pipeline_parallel
     for size, what in (
         (architecture.heads, "attention heads"),

@@ -37,15 +37,15 @@ def export_hf(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     device = next(iter(parameters.values())).device
-    for row, layer in architecture.rows():
-        owner = owners[row.megatron.format(layer=layer)]
+    for row in architecture.rows():
+        owner = owners[row.megatron]
         if stage == owner:
-            parameter = parameters[row.megatron.format(layer=layer)].detach().to(dtype)
+            parameter = parameters[row.megatron].detach().to(dtype)
             gathered = _gather(row, parameter)
         for i, part in enumerate(row.parts):
             if tp_rank != 0 or stage not in (0, owner):
                 continue
-            name, shape = part.name.format(layer=layer), architecture.shape(part)
+            name, shape = part.name, architecture.shape(part)
             if stage == owner:
                 tensor = _whole_part(architecture, row, gathered, i)
                 _check_shape(name, tensor, shape)

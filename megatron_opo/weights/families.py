@@ -4,7 +4,8 @@ A family is the Hugging Face `model_type`, what sets its architecture apart, and
 Hugging Face order. Adding one is adding an entry to FAMILIES and a parity test.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_opo.errors import RecipeError
@@ -26,23 +27,55 @@ class Row:
     `per_kv_head` set, so its rows are q of group 0, k 0, v 0, q of group 1, k 1, v 1. Without it
     the parts follow each other whole (gate, then up). Each tensor-parallel rank holds such a
     parameter made of its slices of the parts along `split`; None means every rank holds all of it.
+
+    In a family's table the names have `{layer}` and `{expert}` in them; `Architecture.rows` fills
+    these in and sets `layer` and `expert`, both counted from 0 over the whole model.
     """
 
     megatron: str
     parts: tuple[Part, ...]
     split: int | None = None
     per_kv_head: bool = False
+    layer: int | None = None
+    expert: int | None = None
+
+    def at(self, layer: int, expert: int | None = None) -> "Row":
+        place = {"layer": layer, "expert": expert}
+        return replace(
+            self,
+            megatron=self.megatron.format(**place),
+            parts=tuple(Part(part.name.format(**place), part.shape) for part in self.parts),
+            layer=layer,
+            expert=expert,
+        )
 
 
 @dataclass(frozen=True)
 class Family:
     """`required` are config values this code relies on; a config without the key has them.
-    `layer` are the parameters of one layer; what stands before and after is common to all."""
+    `has_window` says that attention may be confined to a sliding window.
+
+    `attention`, `mlp` and `norms` are the parameters of a layer, in Hugging Face order. In a layer
+    with experts, `router` and (for each expert) `expert` stand in the place of `mlp`. What comes
+    before and after the layers is common to all families.
+    """
 
     model_type: str
-    qk_norm: bool
     required: dict[str, tuple]
-    layer: tuple[Row, ...]
+    attention: tuple[Row, ...]
+    mlp: tuple[Row, ...]
+    norms: tuple[Row, ...]
+    router: tuple[Row, ...] = ()
+    expert: tuple[Row, ...] = ()
+    has_window: bool = False
+
+    @property
+    def qk_norm(self) -> bool:
+        return any("q_layernorm" in row.megatron for row in self.attention)
+
+    @property
+    def qkv_bias(self) -> bool:
+        return any("linear_qkv.bias" in row.megatron for row in self.attention)
 
 
 LAYER = "decoder.layers.{layer}."
@@ -73,6 +106,14 @@ ATTENTION = (
         split=1,
     ),
 )
+QKV_BIAS = _layer(
+    "self_attention.linear_qkv.bias",
+    ("self_attn.q_proj.bias", ("q",)),
+    ("self_attn.k_proj.bias", ("kv",)),
+    ("self_attn.v_proj.bias", ("kv",)),
+    split=0,
+    per_kv_head=True,
+)
 QK_NORM = (
     _layer("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight", ("head",))),
     _layer("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight", ("head",))),
@@ -85,6 +126,20 @@ GATED_MLP = (
         split=0,
     ),
     _layer("mlp.linear_fc2.weight", ("mlp.down_proj.weight", ("hidden", "ffn")), split=1),
+)
+ROUTER = (_layer("mlp.router.weight", ("mlp.gate.weight", ("experts", "hidden"))),)
+EXPERT = (
+    _layer(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        ("mlp.experts.{expert}.gate_proj.weight", ("expert_ffn", "hidden")),
+        ("mlp.experts.{expert}.up_proj.weight", ("expert_ffn", "hidden")),
+        split=0,
+    ),
+    _layer(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        ("mlp.experts.{expert}.down_proj.weight", ("hidden", "expert_ffn")),
+        split=1,
+    ),
 )
 NORMS = (
     _layer("input_layernorm.weight", ("input_layernorm.weight", ("hidden",))),
@@ -106,17 +161,27 @@ PLAIN_DECODER = {
 FAMILIES = {
     family.model_type: family
     for family in (
+        # Llama 2, 3 and 3.x, SmolLM2, DeepSeek-R1-Distill-Llama
+        Family("llama", PLAIN_DECODER, ATTENTION, GATED_MLP, NORMS),
+        Family("mistral", PLAIN_DECODER, ATTENTION, GATED_MLP, NORMS, has_window=True),
+        # Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen
         Family(
-            model_type="llama",
-            qk_norm=False,
-            required=PLAIN_DECODER,
-            layer=(*ATTENTION, *GATED_MLP, *NORMS),
+            "qwen2",
+            {**PLAIN_DECODER, "use_mrope": (False,)},
+            (*ATTENTION, QKV_BIAS),
+            GATED_MLP,
+            NORMS,
+            has_window=True,
         ),
+        Family("qwen3", PLAIN_DECODER, (*ATTENTION, *QK_NORM), GATED_MLP, NORMS, has_window=True),
         Family(
-            model_type="qwen3",
-            qk_norm=True,
-            required={**PLAIN_DECODER, "use_sliding_window": (False,)},
-            layer=(*ATTENTION, *QK_NORM, *GATED_MLP, *NORMS),
+            "qwen3_moe",
+            PLAIN_DECODER,
+            (*ATTENTION, *QK_NORM),
+            GATED_MLP,
+            NORMS,
+            router=ROUTER,
+            expert=EXPERT,
         ),
     )
 }
@@ -137,9 +202,43 @@ USED = frozenset(
         "rope_theta",
         "rope_scaling",
         "rope_parameters",
-        "layer_types",
     }
 )
+WINDOW_KEYS = frozenset(
+    {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
+)
+EXPERT_KEYS = frozenset(
+    {
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        # Of a loss that pretraining adds; policy gradients have none.
+        "router_aux_loss_coef",
+        "output_router_logits",
+    }
+)
+# What each kind of rotary embedding takes beside `rope_theta`, with the defaults of transformers.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": None},
+    "llama3": {
+        "factor": None,
+        "low_freq_factor": None,
+        "high_freq_factor": None,
+        "original_max_position_embeddings": None,
+    },
+    "yarn": {
+        "factor": None,
+        "original_max_position_embeddings": None,
+        "attention_factor": 0.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+}
 # Keys that do not change what the network computes for given weights and tokens.
 INERT = frozenset(
     {
@@ -153,7 +252,6 @@ INERT = frozenset(
         "is_encoder_decoder",
         "is_llama_config",
         "label2id",
-        "max_window_layers",
         "output_attentions",
         "output_hidden_states",
         "pad_token_id",
@@ -168,8 +266,31 @@ INERT = frozenset(
 
 
 @dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: `kind` is a key of ROPES and `values` holds its numbers by their Hugging
+    Face names, `attention_factor` 0 where yarn derives it from `factor`."""
+
+    theta: float
+    kind: str
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts. `layers` are those that have them, counted from 0; the others have a
+    dense MLP. `normalize` makes the weights of a token's chosen experts sum to 1."""
+
+    count: int
+    per_token: int
+    ffn: int
+    normalize: bool
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """A checked config.json."""
+    """A checked config.json. `windows` holds for each layer how many tokens, its own among them, a
+    token attends to; None is all before it."""
 
     family: Family
     vocab: int
@@ -181,12 +302,14 @@ class Architecture:
     head_dim: int
     max_positions: int
     norm_eps: float
-    rope_theta: float
+    rope: Rope
     tied: bool
+    windows: tuple[int | None, ...]
+    experts: Experts | None
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {
+        sizes = {
             "vocab": self.vocab,
             "hidden": self.hidden,
             "ffn": self.ffn,
@@ -194,27 +317,38 @@ class Architecture:
             "kv": self.kv_heads * self.head_dim,
             "head": self.head_dim,
         }
+        if self.experts is not None:
+            sizes |= {"experts": self.experts.count, "expert_ffn": self.experts.ffn}
+        return sizes
 
     def shape(self, part: Part) -> tuple[int, ...]:
         return tuple(self.sizes[size] for size in part.shape)
 
-    def rows(self) -> list[tuple[Row, int | None]]:
-        """Every parameter in Hugging Face order, with its layer from 0 where it belongs to one.
+    def rows(self) -> list[Row]:
+        """Every parameter of the whole model, from the embedding to the head.
 
         With tied embeddings there is no output layer among them: its copy on the last pipeline
         stage is made from the embedding.
         """
-        layers = [(row, i) for i in range(self.layers) for row in self.family.layer]
-        head = [] if self.tied else [(OUTPUT, None)]
-        return [(EMBEDDING, None), *layers, (FINAL_NORM, None), *head]
+        layers = [row for i in range(self.layers) for row in self._layer_rows(i)]
+        return [EMBEDDING, *layers, FINAL_NORM, *([] if self.tied else [OUTPUT])]
+
+    def _layer_rows(self, layer: int) -> list[Row]:
+        family, experts = self.family, self.experts
+        rows = [row.at(layer) for row in family.attention]
+        if experts is not None and layer in experts.layers:
+            rows += [row.at(layer) for row in family.router]
+            rows += [row.at(layer, e) for e in range(experts.count) for row in family.expert]
+        else:
+            rows += [row.at(layer) for row in family.mlp]
+        return rows + [row.at(layer) for row in family.norms]
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor of a checkpoint, in order."""
-        return {
-            part.name.format(layer=layer): self.shape(part)
-            for row, layer in self.rows()
-            for part in row.parts
-        }
+        """Name -> shape of every tensor of a checkpoint, in the order of `rows`."""
+        return {part.name: self.shape(part) for row in self.rows() for part in row.parts}
+
+    def parameter_count(self) -> int:
+        return sum(math.prod(shape) for shape in self.hf_shapes().values())
 
 
 def read_architecture(hf_config: dict[str, Any]) -> Architecture:
@@ -237,19 +371,22 @@ def read_architecture(hf_config: dict[str, Any]) -> Architecture:
 
     heads = whole("num_attention_heads")
     hidden = whole("hidden_size")
+    layers = whole("num_hidden_layers")
     architecture = Architecture(
         family=family,
         vocab=whole("vocab_size"),
         hidden=hidden,
         ffn=whole("intermediate_size"),
-        layers=whole("num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=whole("num_key_value_heads", heads),
         head_dim=whole("head_dim", hidden // heads),
         max_positions=whole("max_position_embeddings"),
         norm_eps=float(_number(hf_config, "rms_norm_eps", float, problems)),
-        rope_theta=_rope_theta(hf_config, problems),
+        rope=_rope(hf_config, problems),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
+        windows=_windows(family, hf_config, layers, problems),
+        experts=_experts(hf_config, layers, problems) if family.expert else None,
     )
     if architecture.heads % architecture.kv_heads:
         problems.append(
@@ -275,11 +412,16 @@ def _number(config: dict[str, Any], key: str, kind: type, problems: list[str], d
 
 def _unsupported(family: Family, config: dict[str, Any]) -> list[str]:
     problems = []
+    # A window that is switched off leaves its keys behind, also where it cannot be switched on.
+    understood = USED | INERT | {"max_window_layers"}
+    understood |= EXPERT_KEYS if family.expert else frozenset()
+    if family.has_window or config.get("use_sliding_window") is False:
+        understood |= WINDOW_KEYS
     for key, value in config.items():
         # transformers keeps notes of its own under names that start with an underscore.
-        if value is None or key in USED or key in INERT or key.startswith("_"):
+        if value is None or key in understood or key.startswith("_"):
             continue
-        if key == "sliding_window" and config.get("use_sliding_window") is False:
+        if key == "layer_types" and set(value) == {FULL}:
             continue
         if key not in family.required:
             problems.append(
@@ -288,24 +430,93 @@ def _unsupported(family: Family, config: dict[str, Any]) -> list[str]:
         elif value not in family.required[key]:
             allowed = ", ".join(map(repr, family.required[key]))
             problems.append(f"`{key}` is {value!r}; supported: {allowed}")
-    other = {kind for kind in config.get("layer_types") or () if kind != "full_attention"}
-    if other:
-        problems.append(f"`layer_types` has {sorted(other)}; supported: 'full_attention'")
     return problems
 
 
-def _rope_theta(config: dict[str, Any], problems: list[str]) -> float:
-    """`rope_theta` stands at the top before transformers 5, and in `rope_parameters` since."""
-    for key in ("rope_scaling", "rope_parameters"):
-        section = dict(config.get(key) or {})
-        kind = section.pop("rope_type", section.pop("type", "default"))
-        section.pop("rope_theta", None)
-        section.pop("type", None)
-        if kind != "default" or section.pop("partial_rotary_factor", 1.0) != 1.0 or section:
-            problems.append(f"`{key}` is {config[key]!r}; supported: rope_type 'default'")
-    inner = (config.get("rope_parameters") or {}).get("rope_theta")
-    outer = config.get("rope_theta")
-    if inner is not None and outer is not None and inner != outer:
-        problems.append(f"`rope_theta` is {outer!r} but `rope_parameters` says {inner!r}")
-    theta = {"rope_theta": outer if inner is None else inner}
-    return float(_number(theta, "rope_theta", float, problems, default=10_000.0))
+def _rope(config: dict[str, Any], problems: list[str]) -> Rope:
+    """Before transformers 5 `rope_theta` stands at the top and the rest in `rope_scaling`; since
+    then all is in `rope_parameters`."""
+    theta: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    sections = {key: dict(config.get(key) or {}) for key in ("rope_scaling", "rope_parameters")}
+    found: list[tuple[str, dict[str, float]]] = []
+    for name, section in sections.items():
+        inner = section.pop("rope_theta", None)
+        if inner is not None and theta["rope_theta"] not in (None, inner):
+            problems.append(f"`rope_theta` is {theta['rope_theta']!r} but `{name}` says {inner!r}")
+        theta["rope_theta"] = theta["rope_theta"] if inner is None else inner
+        found.append(_rope_kind(name, section, problems))
+    scaled = [each for each in found if each[0] != "default"]
+    if len(scaled) == 2 and scaled[0] != scaled[1]:
+        problems.append("`rope_scaling` and `rope_parameters` contradict each other")
+    kind, values = scaled[0] if scaled else ("default", {})
+    base = float(_number(theta, "rope_theta", float, problems, default=10_000.0))
+    return Rope(base, kind, values)
+
+
+def _rope_kind(
+    name: str, section: dict[str, Any], problems: list[str]
+) -> tuple[str, dict[str, float]]:
+    kinds = {section.pop(key) for key in ("rope_type", "type") if section.get(key) is not None}
+    kind = kinds.pop() if kinds else "default"
+    if kinds:
+        problems.append(f"`{name}` has two types: {kind!r} and {kinds.pop()!r}")
+    if section.pop("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"`{name}.partial_rotary_factor` must be 1")
+    if kind not in ROPES:
+        problems.append(f"`{name}` has rope_type {kind!r}; supported: {', '.join(ROPES)}")
+        return "default", {}
+    values = {}
+    for key, default in ROPES[kind].items():
+        value = section.pop(key, None)
+        values[key] = default if value is None and default is not None else value
+        is_number = type(values[key]) in (int, float)
+        if not is_number or not (0 < values[key] < float("inf") or values[key] == default):
+            problems.append(
+                f"`{name}.{key}` is {values[key]!r}; rope_type {kind!r} needs a number above 0"
+            )
+            values[key] = 1.0
+    for key, value in section.items():
+        problems.append(f"`{name}.{key}` is {value!r}: rope_type {kind!r} does not take it")
+    return kind, values
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def _windows(
+    family: Family, config: dict[str, Any], layers: int, problems: list[str]
+) -> tuple[int | None, ...]:
+    """transformers' rules: `layer_types` where given; else Qwen's windows start at layer
+    `max_window_layers` and must be switched on, Mistral's are everywhere."""
+    nowhere: tuple[int | None, ...] = (None,) * layers
+    if not family.has_window or config.get("sliding_window", 4096) is None:
+        return nowhere
+    if family.model_type != "mistral" and not config.get("use_sliding_window", False):
+        return nowhere
+    window = int(_number(config, "sliding_window", int, problems, 4096))
+    first = 0 if family.model_type == "mistral" else config.get("max_window_layers", 28)
+    kinds = config.get("layer_types") or [FULL if i < first else SLIDING for i in range(layers)]
+    other = sorted(set(kinds) - {FULL, SLIDING})
+    if other:
+        problems.append(f"`layer_types` has {other}; supported: {FULL!r}, {SLIDING!r}")
+    if len(kinds) != layers:
+        problems.append(f"`layer_types` has {len(kinds)} entries for {layers} layers")
+        return nowhere
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _experts(config: dict[str, Any], layers: int, problems: list[str]) -> Experts:
+    count_key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    count = int(_number(config, count_key, int, problems, 128))
+    step = int(_number(config, "decoder_sparse_step", int, problems, 1))
+    per_token = int(_number(config, "num_experts_per_tok", int, problems, 8))
+    if per_token > count:
+        problems.append(f"`num_experts_per_tok` ({per_token}) exceeds `{count_key}` ({count})")
+    dense = config.get("mlp_only_layers") or []
+    return Experts(
+        count=count,
+        per_token=per_token,
+        ffn=int(_number(config, "moe_intermediate_size", int, problems, 768)),
+        normalize=bool(config.get("norm_topk_prob", False)),
+        layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
+    )

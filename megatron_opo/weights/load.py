@@ -46,11 +46,11 @@ def _load(
     check_names(checkpoint, architecture.hf_shapes(), architecture.tied)
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     parameters = local_parameters(model, architecture, tp_size)
-    for name, row, layer in parameter_rows(architecture):
+    for name, row in parameter_rows(architecture):
         if name not in parameters:
             continue
         parameter = parameters[name]
-        parts = _read_parts(checkpoint, architecture, row, layer, parameter.dtype)
+        parts = _read_parts(checkpoint, architecture, row, parameter.dtype)
         merged = merge(row, parts, architecture.kv_heads // tp_size)
         with torch.no_grad():
             # Shorter than the parameter only where the vocabulary is padded.
@@ -62,12 +62,11 @@ def _read_parts(
     checkpoint: Checkpoint,
     architecture: Architecture,
     row: Row,
-    layer: int | None,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     parts = []
     for part in row.parts:
-        name = part.name.format(layer=layer)
+        name = part.name
         bounds = (0, 0)
         if row.split is not None:
             bounds = slice_bounds(

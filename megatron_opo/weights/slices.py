@@ -31,8 +31,7 @@ def local_parameters(
         for name, parameter in chunk.named_parameters():
             parameters[_global_name(name, numbers)] = parameter
     expected = {
-        name: local_shape(architecture, row, tp_size)
-        for name, row, _ in parameter_rows(architecture)
+        name: local_shape(architecture, row, tp_size) for name, row in parameter_rows(architecture)
     }
     extra = sorted(set(parameters) - set(expected))
     if extra:
@@ -65,13 +64,13 @@ def _global_name(name: str, numbers: list[int]) -> str:
     return name
 
 
-def parameter_rows(architecture: Architecture) -> Iterator[tuple[str, Row, int | None]]:
-    """Megatron name, row and layer of every parameter that a checkpoint must fill."""
-    for row, layer in architecture.rows():
-        yield row.megatron.format(layer=layer), row, layer
+def parameter_rows(architecture: Architecture) -> Iterator[tuple[str, Row]]:
+    """Megatron name and row of every parameter that a checkpoint must fill."""
+    for row in architecture.rows():
+        yield row.megatron, row
     if architecture.tied:
         # The last pipeline stage's own copy of the embedding.
-        yield OUTPUT.megatron, EMBEDDING, None
+        yield OUTPUT.megatron, EMBEDDING
 
 
 def slice_bounds(shape: tuple[int, ...], split: int, rank: int, ranks: int) -> tuple[int, int]:
