@@ -12,7 +12,13 @@ from megatron.core import parallel_state
 from megatron_opo.errors import WeightError
 from megatron_opo.weights.checkpoint import Checkpoint, check_names, open_checkpoint
 from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row, read_architecture
-from megatron_opo.weights.slices import local_parameters, merge, parameter_rows, slice_bounds
+from megatron_opo.weights.slices import (
+    local_kv_groups,
+    local_parameters,
+    merge,
+    parameter_rows,
+    part_bounds,
+)
 
 
 def load_hf(model: Sequence[torch.nn.Module], directory: Path, hf_config: dict[str, Any]) -> None:
@@ -51,7 +57,7 @@ def _load(
             continue
         parameter = parameters[name]
         parts = _read_parts(checkpoint, architecture, row, parameter.dtype)
-        merged = merge(row, parts, architecture.kv_heads // tp_size)
+        merged = merge(row, parts, local_kv_groups(architecture, tp_size))
         with torch.no_grad():
             # Shorter than the parameter only where the vocabulary is padded.
             parameter[: len(merged)].copy_(merged)
@@ -65,16 +71,14 @@ def _read_parts(
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     parts = []
-    for part in row.parts:
+    all_bounds = part_bounds(
+        architecture,
+        row,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    for part, bounds in zip(row.parts, all_bounds, strict=True):
         name = part.name
-        bounds = (0, 0)
-        if row.split is not None:
-            bounds = slice_bounds(
-                architecture.shape(part),
-                row.split,
-                parallel_state.get_tensor_model_parallel_rank(),
-                parallel_state.get_tensor_model_parallel_world_size(),
-            )
         stored = checkpoint.read(name, row.split, *bounds)
         value = stored.to(dtype)
         if not torch.isfinite(value).all():

@@ -80,6 +80,40 @@ def slice_bounds(shape: tuple[int, ...], split: int, rank: int, ranks: int) -> t
     return rank * per_rank, (rank + 1) * per_rank
 
 
+def part_bounds(
+    architecture: Architecture, row: Row, rank: int, ranks: int
+) -> list[tuple[int, int]]:
+    """Start and end along `row.split` of what one rank holds of each part; as in `slice_bounds`
+    they may pass the end of the vocabulary.
+
+    With fewer key-value heads than ranks, several ranks share a group's rows (its queries, then
+    key, then value) evenly, as Megatron does, so that a rank may hold nothing of a part.
+    """
+    shapes = [architecture.shape(part) for part in row.parts]
+    if row.split is None:
+        return [(0, shape[0]) for shape in shapes]
+    if not row.per_kv_head or ranks <= architecture.kv_heads:
+        return [slice_bounds(shape, row.split, rank, ranks) for shape in shapes]
+    sharing = ranks // architecture.kv_heads
+    heights = [shape[0] // architecture.kv_heads for shape in shapes]
+    share = sum(heights) // sharing
+    group, place = divmod(rank, sharing)
+    bounds, above = [], 0
+    for height in heights:
+        first, last = (
+            group * height + min(max(edge - above, 0), height)
+            for edge in (place * share, (place + 1) * share)
+        )
+        bounds.append((first, last))
+        above += height
+    return bounds
+
+
+def local_kv_groups(architecture: Architecture, ranks: int) -> int:
+    """Groups whose rows lie in one rank's slice; 1 where it holds only some of a group's."""
+    return max(1, architecture.kv_heads // ranks)
+
+
 def local_shape(architecture: Architecture, row: Row, tp_size: int) -> tuple[int, ...]:
     """Shape of the parameter on one rank."""
     shapes = [list(architecture.shape(part)) for part in row.parts]
@@ -94,7 +128,8 @@ def merge(row: Row, parts: list[torch.Tensor], kv_groups: int) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
     blocks = kv_groups if row.per_kv_head else 1
-    return torch.cat([part.unflatten(0, (blocks, -1)) for part in parts], dim=1).flatten(0, 1)
+    blocked = [part.unflatten(0, (blocks, part.shape[0] // blocks)) for part in parts]
+    return torch.cat(blocked, dim=1).flatten(0, 1)
 
 
 def unmerge(
@@ -106,3 +141,34 @@ def unmerge(
     blocks = kv_groups if row.per_kv_head else 1
     sizes = [height // blocks for height in heights]
     return parameter.unflatten(0, (blocks, -1)).split(sizes, dim=1)[index].flatten(0, 1)
+
+
+def whole_parts(
+    architecture: Architecture, row: Row, slices: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The Hugging Face tensors of a row, from its parameter on each tensor-parallel rank in order
+    (one rank's will do where `row.split` is None), without the rows that pad the vocabulary.
+
+    They are contiguous and share no storage with each other; where nothing is cut or merged they
+    are the slices themselves.
+    """
+    if row.split is None:
+        return [slices[0]]
+    heights = [architecture.shape(part)[0] for part in row.parts]
+    if row.per_kv_head:
+        # Ranks follow each other in the merged matrix, whether or not their edges are groups'.
+        whole = slices[0] if len(slices) == 1 else torch.cat(list(slices))
+        sizes = [height // architecture.kv_heads for height in heights]
+        blocks = whole.unflatten(0, (architecture.kv_heads, -1)).split(sizes, dim=1)
+        return [x.clone(memory_format=torch.contiguous_format).flatten(0, 1) for x in blocks]
+    if len(heights) > 1:
+        local = [height // len(slices) for height in heights]
+        return [
+            torch.cat([unmerge(row, each, local, 1, i) for each in slices])
+            for i in range(len(heights))
+        ]
+    whole = slices[0] if len(slices) == 1 else torch.cat(list(slices), dim=row.split)
+    if row.parts[0].shape[0] == "vocab" and len(whole) > architecture.vocab:
+        # A copy, so that the padding is not sent along in the tensor's storage.
+        return [whole[: architecture.vocab].clone()]
+    return [whole]
