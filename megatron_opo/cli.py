@@ -92,20 +92,21 @@ def _train(options: argparse.Namespace) -> int:
         _move_aside(recipe.run_path)
     elif _is_finished(recipe):
         return 0
-    world_size = recipe.model_parallel_size * (
-        recipe.actor.data_parallel or _local_replicas(recipe.model_parallel_size)
-    )
+    world_size = _world_size(recipe)
     if world_size == 1:
         return _train_rank(recipe)
     command = [sys.executable, "-m", "megatron_opo", "train", str(options.recipe)]
     return run_ranks([*command, *options.overrides], world_size, recipe.run_path / "logs")
 
 
-def _local_replicas(model_parallel_size: int) -> int:
-    """As many as this machine's GPUs hold; one on a CPU."""
+def _world_size(recipe: Recipe) -> int:
+    """What the recipe asks for; else as many as this machine's GPUs hold, the fewest on a CPU."""
     import torch
 
-    return max(1, torch.cuda.device_count() // model_parallel_size)
+    if recipe.actor.data_parallel:
+        return recipe.model_parallel_size * recipe.actor.data_parallel
+    fewest = recipe.actor.smallest_world
+    return fewest * max(1, torch.cuda.device_count() // fewest)
 
 
 def _train_rank(recipe: Recipe, fresh: bool = False) -> int:

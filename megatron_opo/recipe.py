@@ -6,6 +6,7 @@ before any GPU is touched.
 """
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -233,6 +234,17 @@ class AlgorithmConfig(Section):
 class ActorConfig(Section):
     tensor_parallel: PositiveInt = 1
     pipeline_parallel: PositiveInt = 1
+    virtual_pipeline: PositiveInt = Field(
+        default=1,
+        description="chunks of layers on each pipeline stage; more leave it less idle",
+    )
+    expert_parallel: PositiveInt = Field(
+        default=1, description="ranks that share the experts of a layer out among them"
+    )
+    expert_tensor_parallel: PositiveInt | None = Field(
+        default=None,
+        description="ranks that share each expert; null: tensor_parallel (1 suits small experts)",
+    )
     data_parallel: PositiveInt | None = Field(
         default=None, description="null: what the number of processes leaves over"
     )
@@ -247,6 +259,16 @@ class ActorConfig(Section):
     transformer_config: dict[str, Any] = Field(
         default={}, description="Megatron-Core TransformerConfig fields, by their names"
     )
+
+    @property
+    def expert_tensor_size(self) -> int:
+        return self.expert_tensor_parallel or self.tensor_parallel
+
+    @property
+    def smallest_world(self) -> int:
+        """The fewest processes that hold the model: all others are multiples of it."""
+        of_stage = math.lcm(self.tensor_parallel, self.expert_tensor_size * self.expert_parallel)
+        return of_stage * self.pipeline_parallel
 
 
 class OptimizerConfig(Section):
@@ -332,6 +354,21 @@ class Recipe(Section):
             problems.append(
                 "actor.sequence_parallel is true but actor.tensor_parallel is 1: raise "
                 "tensor_parallel or turn sequence_parallel off"
+            )
+        if actor.virtual_pipeline > 1 and actor.pipeline_parallel == 1:
+            problems.append(
+                f"actor.virtual_pipeline is {actor.virtual_pipeline} but actor.pipeline_parallel "
+                "is 1: there are no stages whose layers could be cut into chunks; raise "
+                "pipeline_parallel or set virtual_pipeline to 1"
+            )
+        world = self.model_parallel_size * (actor.data_parallel or 0)
+        if world % actor.smallest_world:
+            problems.append(
+                f"actor.tensor_parallel {actor.tensor_parallel} x actor.data_parallel "
+                f"{actor.data_parallel} = {world // actor.pipeline_parallel} processes per "
+                "pipeline stage, which is not a multiple of actor.expert_parallel "
+                f"{actor.expert_parallel} x actor.expert_tensor_parallel "
+                f"{actor.expert_tensor_size}: change data_parallel, or set it to null"
             )
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
         if actor.data_parallel and samples < actor.data_parallel:

@@ -20,6 +20,8 @@ class Parallel:
 
     Example, rank 3 of 8 with tensor_parallel 2 and pipeline_parallel 2: tp_rank 1 of 2,
     dp_rank 1 of 2, pp_rank 0 of 2 (tensor ranks vary fastest, then data, then pipeline).
+    The experts of a stage are shared out over its ranks anew: ep_size ranks hold different ones,
+    expert_tp_size ranks a slice of each.
     `control` is a gloo group over all ranks, for CPU tensors and Python objects on any backend.
     """
 
@@ -31,6 +33,10 @@ class Parallel:
     pp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
+    expert_tp_rank: int
+    expert_tp_size: int
     device: torch.device
     backend: str
     control: dist.ProcessGroup
@@ -60,13 +66,27 @@ def data_parallel_size(actor: ActorConfig, world_size: int) -> int:
             "one machine), or set actor.data_parallel=null to take what is there"
         )
     if world_size % replica:
-        below = world_size // replica * replica
-        fitting = f"{below} or {below + replica}" if below else str(replica)
         raise RecipeError(
             f"{shape} = {replica} processes per replica of the model, which does not divide the "
-            f"{world_size} that were started: start {fitting} (torchrun --nproc-per-node)"
+            f"{world_size} that were started: start {_fitting(world_size, replica)} "
+            "(torchrun --nproc-per-node)"
+        )
+    fewest = actor.smallest_world
+    if world_size % fewest:
+        experts = f"actor.expert_parallel {actor.expert_parallel}"
+        if actor.expert_tensor_size > 1:
+            experts += f" x actor.expert_tensor_parallel {actor.expert_tensor_size}"
+        raise RecipeError(
+            f"{experts} on each of actor.pipeline_parallel {pipeline} stages needs a multiple of "
+            f"{fewest} processes, but {world_size} were started: start "
+            f"{_fitting(world_size, fewest)} (torchrun --nproc-per-node), or lower expert_parallel"
         )
     return world_size // replica
+
+
+def _fitting(world_size: int, multiple_of: int) -> str:
+    below = world_size // multiple_of * multiple_of
+    return f"{below} or {below + multiple_of}" if below else str(multiple_of)
 
 
 def initialize(actor: ActorConfig, *, seed: int, timeout_s: float = 1800.0) -> Parallel:
@@ -121,6 +141,11 @@ def _initialize_megatron(actor: ActorConfig, seed: int, timeout_s: float, on_cpu
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=actor.tensor_parallel,
         pipeline_model_parallel_size=actor.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=(
+            actor.virtual_pipeline if actor.virtual_pipeline > 1 else None
+        ),
+        expert_model_parallel_size=actor.expert_parallel,
+        expert_tensor_parallel_size=actor.expert_tensor_size,
         distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
     )
     torch.manual_seed(seed)
@@ -179,6 +204,10 @@ def _describe(device: torch.device, backend: str, control: dist.ProcessGroup) ->
         pp_size=state.get_pipeline_model_parallel_world_size(),
         dp_rank=state.get_data_parallel_rank(),
         dp_size=state.get_data_parallel_world_size(),
+        ep_rank=state.get_expert_model_parallel_rank(),
+        ep_size=state.get_expert_model_parallel_world_size(),
+        expert_tp_rank=state.get_expert_tensor_parallel_rank(),
+        expert_tp_size=state.get_expert_tensor_parallel_world_size(),
         device=device,
         backend=backend,
         control=control,
