@@ -32,6 +32,12 @@ def check_model(recipe: Recipe) -> dict:
         raise RecipeError(f"model.path: {directory} has no *.safetensors weights")
     if not isinstance(config, dict):
         raise RecipeError(f"model.path: {config_path} must hold an object, got {config!r:.60}")
+    check_sizes(recipe, config, config_path)
+    return config
+
+
+def check_sizes(recipe: Recipe, config: dict, config_path: Path) -> None:
+    """Raises RecipeError, naming every size of the recipe that the model's config rules out."""
     names = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings", "vocab_size")
     for name in names:
         if type(config.get(name)) is not int or config[name] < 1:
@@ -76,4 +82,3 @@ def check_model(recipe: Recipe) -> dict:
         )
     if problems:
         raise RecipeError("\n".join(problems))
-    return config
