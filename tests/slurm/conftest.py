@@ -1,0 +1,74 @@
+"""The fixture `slurm`: a real Slurm cluster of three nodes, started once a session."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from cluster import MiniCluster
+from machines import NAMESPACES
+
+COMMANDS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "setpriv")
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "util-linux")
+APT_TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory):
+    if obstacle := why_not_here():
+        pytest.skip(f"no Slurm cluster for tests: {obstacle}")
+    with MiniCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(slurm_cluster):
+    """All nodes are up and idle, whatever the test before has done."""
+    yield slurm_cluster
+    slurm_cluster.reset()
+
+
+def why_not_here() -> str | None:
+    """What keeps a cluster from being made here, after installing Slurm where it is missing."""
+    if os.geteuid() != 0:
+        return "its nodes are Linux namespaces, which needs root"
+    if missing() and (failure := install()):
+        return f"{', '.join(missing())} not found, and {failure}"
+    if missing():
+        return f"{', '.join(missing())} not found"
+    mount = ("mount", "-t", "proc", "proc", "/proc")
+    tried = subprocess.run(["unshare", *NAMESPACES, "--fork", *mount], capture_output=True)
+    if tried.returncode != 0:
+        return "this container may not make namespaces (docker run --privileged may)"
+    return None
+
+
+def missing() -> list[str]:
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    return [command for command in COMMANDS if shutil.which(command, path=path) is None]
+
+
+def install() -> str | None:
+    """Install Slurm's packages (seconds, once a machine); what went wrong, or None."""
+    if shutil.which("apt-get") is None:
+        return "there is no apt-get to install it"
+    # Two test processes may both get here.
+    apt = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120"]
+    update = [*apt, "update"]
+    add = [*apt, "install", "--no-install-recommends", *PACKAGES]
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for command in (update, add):
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=APT_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{' '.join(command)} took more than {APT_TIMEOUT_S} s"
+    if done.returncode != 0:  # of the update, a failure may concern another archive only
+        return f"apt-get: {(done.stderr.splitlines() or ['failed'])[-1]}"
+    return None
