@@ -1,113 +1,166 @@
 """A Megatron model, whatever its layout, as Hugging Face tensors."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_opo.errors import WeightError
 from megatron_opo.weights.families import Architecture, Row, read_architecture
-from megatron_opo.weights.slices import local_parameters, unmerge
+from megatron_opo.weights.load import this_place
+from megatron_opo.weights.slices import Place, local_parameters, local_shape, whole_parts
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One of the slices into which the ranks cut a row's parameter; `owner` sends it."""
+
+    row: Row
+    shape: tuple[int, ...]
+    owner: int
 
 
 def export_hf(
-    model: Sequence[torch.nn.Module], hf_config: dict[str, Any], dtype: torch.dtype
+    model: Sequence[torch.nn.Module],
+    hf_config: dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the whole model on global rank 0, in Hugging Face order.
 
-    A collective over the tensor- and pipeline-parallel ranks of data-parallel replica 0: each of
-    them must run the iterator to its end, together, and all but rank 0 get nothing from it; whoever
-    consumes it on rank 0 and fails must still exhaust it. The other replicas hold the same weights
-    and take no part: their iterator is empty at once.
+    A collective over all ranks of the job, whatever its layout: each must run the iterator to its
+    end, and all but rank 0 get nothing from it; whoever consumes it on rank 0 and fails must still
+    exhaust it. First all agree on owners: of each slice of a parameter the lowest rank that holds
+    it. Then these send to rank 0, and ranks that own nothing are done.
 
+    Slices travel in buckets of up to `bucket_bytes`, or of one larger parameter. Beside its bucket
+    rank 0 holds one parameter's tensors at a time, and an owner only its part of the bucket.
     Tensors are in `dtype`, on rank 0's device, contiguous, and never share memory with the model.
-    One parameter is gathered at a time.
 
     Raises:
         WeightError: the model is not the one that `hf_config` describes; checked before the first
-            tensor, on all ranks of the replica alike.
+            tensor, on all ranks alike.
     """
-    if parallel_state.get_data_parallel_rank() != 0:
-        return
     architecture = read_architecture(hf_config)
-    parameters, owners = _agree(model, architecture)
-    pipeline: Any = parallel_state.get_pipeline_model_parallel_group()
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    place = this_place()
+    parameters = _agreed_parameters(model, architecture, place)
     device = next(iter(parameters.values())).device
-    for row in architecture.rows():
-        owner = owners[row.megatron]
-        if stage == owner:
-            parameter = parameters[row.megatron].detach().to(dtype)
-            gathered = _gather(row, parameter)
-        for i, part in enumerate(row.parts):
-            if tp_rank != 0 or stage not in (0, owner):
-                continue
-            name, shape = part.name, architecture.shape(part)
-            if stage == owner:
-                tensor = _whole_part(architecture, row, gathered, i)
-                _check_shape(name, tensor, shape)
-                if owner != 0:
-                    dist.send(tensor, group=pipeline, group_dst=0)
-            else:
-                tensor = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(tensor, group=pipeline, group_src=owner)
-            if stage == 0:
-                yield name, tensor
+    rows = _owned_rows(architecture, place, parameters, device)
+    here = dist.get_rank()
+    for bucket in _buckets(rows, bucket_bytes // dtype.itemsize):
+        owned: dict[int, list[Slice]] = {}
+        for each in chain.from_iterable(bucket):
+            owned.setdefault(each.owner, []).append(each)
+        held = [parameters[each.row.megatron].detach() for each in owned.pop(here, [])]
+        if here == 0:
+            sources = {0: [tensor.to(dtype) for tensor in held]}
+            sources |= _receive(owned, dtype, device)
+            yield from _rebuilt(architecture, bucket, sources)
+        elif held:
+            message = torch.cat([tensor.to(dtype).reshape(-1) for tensor in held])
+            _exchange([dist.P2POp(dist.isend, message, 0)])
 
 
-def _agree(
-    model: Sequence[torch.nn.Module], architecture: Architecture
-) -> tuple[dict[str, torch.nn.Parameter], dict[str, int]]:
-    """This rank's parameters, and which pipeline stage holds each of the model's (the first one,
-    where several do)."""
+def _agreed_parameters(
+    model: Sequence[torch.nn.Module], architecture: Architecture, place: Place
+) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters, once every rank has found its own to be right."""
     parameters, problem = {}, None
     try:
-        parameters = local_parameters(
-            model, architecture, parallel_state.get_tensor_model_parallel_world_size()
-        )
+        parameters = local_parameters(model, architecture, place)
     except WeightError as error:
         problem = str(error)
-    stages: list = [None] * parallel_state.get_pipeline_model_parallel_world_size()
-    group = parallel_state.get_pipeline_model_parallel_group()
-    dist.all_gather_object(stages, (sorted(parameters), problem), group=group)
-    problems = [problem for _, problem in stages if problem]
-    if problems:
-        raise WeightError("\n".join(problems))
-    owners: dict[str, int] = {}
-    for stage, (names, _) in enumerate(stages):
-        for name in names:
-            owners.setdefault(name, stage)
-    return parameters, owners
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    different = list(dict.fromkeys(each for each in problems if each))
+    if different:
+        raise WeightError("\n".join(different))
+    return parameters
 
 
-def _gather(row: Row, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Every tensor-parallel rank's slice, on the first of them; elsewhere nothing."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    if size == 1 or row.split is None:
-        return [parameter]
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
-    slices = [torch.empty_like(parameter) for _ in range(size)] if first else None
-    group: Any = parallel_state.get_tensor_model_parallel_group()
-    dist.gather(parameter.contiguous(), slices, group=group, group_dst=0)
-    return slices or []
+def _owned_rows(
+    architecture: Architecture, place: Place, parameters: Container[str], device: torch.device
+) -> list[list[Slice]]:
+    """The slices of every row in order, the same on all ranks."""
+    rows, nobody = architecture.rows(), dist.get_world_size()
+    owners = torch.full(
+        (len(rows), max(place.ranks, place.expert_ranks)), nobody, dtype=torch.int32, device=device
+    )
+    for i, row in enumerate(rows):
+        if row.megatron in parameters:
+            owners[i, place.of(row)[0]] = dist.get_rank()
+    # One small message for any number of ranks and parameters. It also connects all ranks of the
+    # world group, as NCCL demands before some of them exchange messages in it.
+    dist.all_reduce(owners, dist.ReduceOp.MIN)
+    slices = []
+    for row, row_owners in zip(rows, owners.tolist(), strict=True):
+        count = place.of(row)[1]
+        if nobody in row_owners[:count]:
+            raise WeightError(f"no rank holds `{row.megatron}`, which config.json asks for")
+        shape = local_shape(architecture, row, count)
+        slices.append([Slice(row, shape, owner) for owner in row_owners[:count]])
+    return slices
 
 
-def _whole_part(
-    architecture: Architecture, row: Row, gathered: list[torch.Tensor], index: int
-) -> torch.Tensor:
-    """Part `index` over all ranks, without the rows that pad the vocabulary."""
-    ranks = len(gathered)
-    heights = [architecture.shape(part)[0] // ranks for part in row.parts]
-    groups = architecture.kv_heads // ranks
-    slices = [unmerge(row, tensor, heights, groups, index) for tensor in gathered]
-    whole = torch.cat(slices, dim=row.split or 0)
-    if row.parts[index].shape[0] == "vocab" and len(whole) > architecture.vocab:
-        # A copy, so that the padding is not sent along in the tensor's storage.
-        return whole[: architecture.vocab].clone()
-    return whole
+def _buckets(rows: list[list[Slice]], limit: int) -> Iterator[list[list[Slice]]]:
+    """Rows that follow each other, of up to `limit` elements together, or of one larger row."""
+    bucket, filled = [], 0
+    for row in rows:
+        size = sum(math.prod(each.shape) for each in row)
+        if bucket and filled + size > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(row)
+        filled += size
+    yield bucket
+
+
+def _receive(
+    owned: dict[int, list[Slice]], dtype: torch.dtype, device: torch.device
+) -> dict[int, list[torch.Tensor]]:
+    """One message from each owner, taken apart into its slices."""
+    sizes = {owner: [math.prod(s.shape) for s in slices] for owner, slices in owned.items()}
+    messages = {
+        owner: torch.empty(sum(each), dtype=dtype, device=device) for owner, each in sizes.items()
+    }
+    _exchange([dist.P2POp(dist.irecv, message, owner) for owner, message in messages.items()])
+    return {
+        owner: [
+            flat.view(each.shape)
+            for flat, each in zip(message.split(sizes[owner]), owned[owner], strict=True)
+        ]
+        for owner, message in messages.items()
+    }
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    """Batched, so that NCCL uses the world's communicator: single sends and receives would make
+    one for each pair of ranks."""
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _rebuilt(
+    architecture: Architecture, bucket: list[list[Slice]], sources: dict[int, list[torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    left = {owner: iter(tensors) for owner, tensors in sources.items()}
+    for row_slices in bucket:
+        row = row_slices[0].row
+        slices = [next(left[each.owner]) for each in row_slices]
+        taken = {tensor.untyped_storage().data_ptr() for tensor in slices}
+        for part, tensor in zip(row.parts, whole_parts(architecture, row, slices), strict=True):
+            _check_shape(part.name, tensor, architecture.shape(part))
+            # What is neither cut nor merged still lies in the model or in the message.
+            shared = tensor.untyped_storage().data_ptr() in taken
+            yield part.name, tensor.clone() if shared else tensor
 
 
 def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -13,12 +13,23 @@ from megatron_opo.errors import WeightError
 from megatron_opo.weights.checkpoint import Checkpoint, check_names, open_checkpoint
 from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row, read_architecture
 from megatron_opo.weights.slices import (
+    Place,
     local_kv_groups,
     local_parameters,
     merge,
     parameter_rows,
     part_bounds,
 )
+
+
+def this_place() -> Place:
+    """Of this rank, in Megatron's parallel state."""
+    return Place(
+        rank=parallel_state.get_tensor_model_parallel_rank(),
+        ranks=parallel_state.get_tensor_model_parallel_world_size(),
+        expert_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_ranks=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
 
 
 def load_hf(model: Sequence[torch.nn.Module], directory: Path, hf_config: dict[str, Any]) -> None:
@@ -50,14 +61,14 @@ def _load(
     model: Sequence[torch.nn.Module], checkpoint: Checkpoint, architecture: Architecture
 ) -> None:
     check_names(checkpoint, architecture.hf_shapes(), architecture.tied)
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    parameters = local_parameters(model, architecture, tp_size)
+    place = this_place()
+    parameters = local_parameters(model, architecture, place)
     for name, row in parameter_rows(architecture):
         if name not in parameters:
             continue
         parameter = parameters[name]
-        parts = _read_parts(checkpoint, architecture, row, parameter.dtype)
-        merged = merge(row, parts, local_kv_groups(architecture, tp_size))
+        parts = _read_parts(checkpoint, architecture, row, place, parameter.dtype)
+        merged = merge(row, parts, local_kv_groups(architecture, place.ranks))
         with torch.no_grad():
             # Shorter than the parameter only where the vocabulary is padded.
             parameter[: len(merged)].copy_(merged)
@@ -68,15 +79,11 @@ def _read_parts(
     checkpoint: Checkpoint,
     architecture: Architecture,
     row: Row,
+    place: Place,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     parts = []
-    all_bounds = part_bounds(
-        architecture,
-        row,
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    all_bounds = part_bounds(architecture, row, *place.of(row))
     for part, bounds in zip(row.parts, all_bounds, strict=True):
         name = part.name
         stored = checkpoint.read(name, row.split, *bounds)

@@ -1,6 +1,8 @@
 """How a Megatron parameter of one rank is made of Hugging Face tensors, and back."""
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +15,35 @@ FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+EXPERT_NAME = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<one>\d+)\.)?(?P<rest>linear_fc[12]\.weight)(?P<grouped>\d*)$"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which slice a rank holds of the parameters that are cut: number `rank` of `ranks`; of those
+    of experts, which may be cut into fewer, number `expert_rank` of `expert_ranks`."""
+
+    rank: int = 0
+    ranks: int = 1
+    expert_rank: int = 0
+    expert_ranks: int = 1
+
+    def of(self, row: Row) -> tuple[int, int]:
+        """Number of this rank's slice of a row, and how many there are."""
+        if row.split is None:
+            return 0, 1
+        if row.expert is None:
+            return self.rank, self.ranks
+        return self.expert_rank, self.expert_ranks
 
 
 def local_parameters(
-    model: Sequence[torch.nn.Module], architecture: Architecture, tp_size: int
+    model: Sequence[torch.nn.Module], architecture: Architecture, place: Place
 ) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron name, layers counted from 0 over the whole model.
+    """This rank's parameters by Megatron name, layers and experts counted from 0 over the whole
+    model.
 
     Wrappers such as DistributedDataParallel are looked through.
 
@@ -27,11 +52,12 @@ def local_parameters(
     """
     parameters = {}
     for chunk in map(_unwrapped, model):
-        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        layers = chunk.decoder.layers
         for name, parameter in chunk.named_parameters():
-            parameters[_global_name(name, numbers)] = parameter
+            parameters[_global_name(name, layers)] = parameter
     expected = {
-        name: local_shape(architecture, row, tp_size) for name, row in parameter_rows(architecture)
+        name: local_shape(architecture, row, place.of(row)[1])
+        for name, row in parameter_rows(architecture)
     }
     extra = sorted(set(parameters) - set(expected))
     if extra:
@@ -54,14 +80,19 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def _global_name(name: str, numbers: list[int]) -> str:
+def _global_name(name: str, layers: Any) -> str:
     for fused, separate in FUSED_NORMS.items():
         name = name.replace(fused, separate)
     prefix = "decoder.layers."
-    if name.startswith(prefix):
-        local, _, rest = name.removeprefix(prefix).partition(".")
-        name = f"{prefix}{numbers[int(local)]}.{rest}"
-    return name
+    if not name.startswith(prefix):
+        return name
+    local, _, rest = name.removeprefix(prefix).partition(".")
+    layer = layers[int(local)]
+    expert = EXPERT_NAME.match(rest)
+    if expert:
+        number = int(expert["one"] or expert["grouped"]) + layer.mlp.local_expert_indices[0]
+        rest = f"mlp.experts.local_experts.{number}.{expert['rest']}"
+    return f"{prefix}{layer.layer_number - 1}.{rest}"
 
 
 def parameter_rows(architecture: Architecture) -> Iterator[tuple[str, Row]]:
