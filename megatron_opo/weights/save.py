@@ -77,8 +77,8 @@ def save_hf(
         expected = read_architecture(config).hf_shapes()
         dtype, weights = _peek(remaining, len(expected))
         shards = plan_shards(expected, dtype, max_shard_bytes)
-        _remove_leftovers(directory)
-        _check_space(directory, sum(shard.num_bytes for shard in shards))
+        remove_leftovers(directory)
+        check_space(directory, sum(shard.num_bytes for shard in shards))
         partial.mkdir(parents=True)
         sizes = {partial / shard.file: shard.num_bytes for shard in shards}
         with FileStream(
@@ -181,7 +181,7 @@ def _write_companions(partial: Path, source: Path, config: dict, dtype: torch.dt
                 shutil.copyfile(path, partial / path.name)
 
 
-def _remove_leftovers(directory: Path) -> None:
+def remove_leftovers(directory: Path) -> None:
     """What a process that was killed has left of an earlier try."""
     for path in directory.parent.glob(f".{escape(directory.name)}.partial-*"):
         pid = path.name.rpartition("-")[2]
@@ -199,7 +199,8 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _check_space(directory: Path, needed: int) -> None:
+def check_space(directory: Path, needed: int) -> None:
+    """Raises CheckpointError where `needed` bytes do not fit on the disk of a new directory."""
     place = next(parent for parent in directory.absolute().parents if parent.exists())
     free = shutil.disk_usage(place).free
     if free < needed:

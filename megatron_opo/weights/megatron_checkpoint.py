@@ -1,0 +1,329 @@
+"""A Megatron distributed checkpoint as Hugging Face tensors, in one process and whatever layout it
+was saved under.
+
+Megatron names a parameter by the module that holds it. The layers of a uniform model are stacked:
+`decoder.layers.mlp.linear_fc1.weight` is [L, ...], or [L, E, ...] for experts. Where layers differ
+each has a tensor of its own: `decoder.layers.3.mlp.linear_fc1.weight`.
+"""
+
+import itertools
+import math
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from megatron_opo.errors import WeightError
+from megatron_opo.weights.checkpoint import SHOWN, is_finite
+from megatron_opo.weights.families import Architecture, Row
+from megatron_opo.weights.slices import FUSED_NORMS, local_shape, whole_parts
+from megatron_opo.weights.torch_dist import read_metadata
+
+OPTIMIZER_KEY = re.compile(r"(chained_\d+\.)?optimizer\.")
+READ_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies: in the tensor `key` of the checkpoint at `index` of its leading
+    dimensions (layer, expert). `shape` is the whole parameter's, without these."""
+
+    key: str
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """An open checkpoint. `tensors` maps a Hugging Face name to (Megatron key, shape)."""
+
+    directory: Path
+    architecture: Architecture
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    rows: dict[str, Row]
+    places: dict[str, Place]
+    chunks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]]
+    metadata: Metadata
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a Hugging Face tensor, as it is stored."""
+        return self.metadata.state_dict_metadata[self.tensors[name][0]].properties.dtype  # pyright: ignore
+
+    def parts(self, row: Row) -> list[torch.Tensor]:
+        """The Hugging Face tensors of a row, whole, as they are stored.
+
+        Raises:
+            WeightError: a file is damaged.
+        """
+        if not row.per_kv_head:
+            return [self.read(part.name, None, 0, 0) for part in row.parts]
+        place = self.places[row.megatron]
+        whole = self._box(place, (0,) * len(place.shape), place.shape)
+        return whole_parts(self.architecture, row, [whole])
+
+    def read(self, name: str, dim: int | None, start: int, end: int) -> torch.Tensor:
+        """Rows (or columns) `start` to `end` of a Hugging Face tensor along `dim`; None reads it
+        whole. As in a slice, bounds may pass the tensor's end.
+
+        Raises:
+            WeightError: a file is damaged.
+        """
+        row = self.rows[name]
+        place = self.places[row.megatron]
+        index = [part.name for part in row.parts].index(name)
+        shapes = [self.architecture.shape(part) for part in row.parts]
+        first, last = [0] * len(shapes[index]), list(shapes[index])
+        if dim is not None:
+            first[dim], last[dim] = min(start, last[dim]), min(end, last[dim])
+        if row.per_kv_head:
+            return self._grouped(place, [shape[0] for shape in shapes], index, first, last)
+        first[0] += sum(shape[0] for shape in shapes[:index])
+        last[0] += sum(shape[0] for shape in shapes[:index])
+        return self._box(place, first, last)
+
+    def _grouped(
+        self, place: Place, heights: list[int], index: int, first: list[int], last: list[int]
+    ) -> torch.Tensor:
+        """A box of a part whose key-value groups alternate with those of the other parts."""
+        sizes = [height // self.architecture.kv_heads for height in heights]
+        start, end, size = first[0], last[0], sizes[index]
+        group, after = start // size, -(-end // size)
+        above, below = group * sum(sizes), max(after, group) * sum(sizes)
+        block = self._box(place, [above, *first[1:]], [below, *last[1:]])
+        part = block.unflatten(0, (-1 if len(block) else 0, sum(sizes))).split(sizes, dim=1)[index]
+        return part.flatten(0, 1)[start - group * size : end - group * size]
+
+    def _box(self, place: Place, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
+        entry = self.metadata.state_dict_metadata[place.key]
+        assert isinstance(entry, TensorStorageMetadata)
+        sizes = tuple(b - a for a, b in zip(first, last, strict=True))
+        offset, whole = (*place.index, *first), (*(1 for _ in place.index), *sizes)
+        target = torch.empty(whole, dtype=entry.properties.dtype)
+        items = [
+            item
+            for chunk in self.chunks.get((place.key, place.index), [])
+            if (item := _overlap(place.key, chunk, offset, whole)) is not None
+        ]
+        if sum(math.prod(item.lengths) for item in items) != target.numel():
+            raise WeightError(f"checkpoint {self.directory}: `{place.key}` is not whole")
+        reader = FileSystemReader(self.directory)
+        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        try:
+            reader.read_data(LoadPlan(items), _Into(target))
+        # What torch raises for damaged data is not told apart.
+        except Exception as error:
+            files = {self.metadata.storage_data[item.storage_index].relative_path for item in items}
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            raise WeightError(
+                f"checkpoint {self.directory}: `{place.key}` cannot be read from "
+                f"{', '.join(sorted(files))} ({type(error).__name__}: {reason}); copy it again, or "
+                "use another checkpoint"
+            ) from error
+        return target.reshape(sizes)
+
+
+class _Into(DefaultLoadPlanner):
+    """Reads boxes straight into one tensor."""
+
+    def __init__(self, target: torch.Tensor):
+        super().__init__()
+        self.target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        pairs = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self.target[tuple(slice(start, start + size) for start, size in pairs)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+def _overlap(
+    key: str, chunk: ChunkStorageMetadata, offset: tuple[int, ...], sizes: tuple[int, ...]
+) -> ReadItem | None:
+    first = [max(a, b) for a, b in zip(chunk.offsets, offset, strict=True)]
+    last = [
+        min(a + n, b + m)
+        for a, n, b, m in zip(chunk.offsets, chunk.sizes, offset, sizes, strict=True)
+    ]
+    lengths = [b - a for a, b in zip(first, last, strict=True)]
+    if min(lengths) <= 0:
+        return None
+    index = MetadataIndex(key, chunk.offsets)
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=index,
+        dest_offsets=torch.Size(a - b for a, b in zip(first, offset, strict=True)),
+        storage_index=index,
+        storage_offsets=torch.Size(a - b for a, b in zip(first, chunk.offsets, strict=True)),
+        lengths=torch.Size(lengths),
+    )
+
+
+def open_megatron(directory: Path, architecture: Architecture) -> MegatronCheckpoint:
+    """Open a checkpoint that holds a model of this architecture; what it holds of an optimizer is
+    passed over.
+
+    Raises:
+        CheckpointError: no such checkpoint, another format, or damaged metadata or files.
+        WeightError: parameters are missing, unexpected or misshapen; all are counted, some shown.
+    """
+    metadata = read_metadata(directory)
+    stored = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not OPTIMIZER_KEY.match(key)
+    }
+    rows = architecture.rows()
+    places, known, missing, misshapen = {}, set(), [], {}
+    for row in rows:
+        shape = local_shape(architecture, row, 1)
+        candidates = [place for name in names_of(row) for place in _places(row, name, shape)]
+        known |= {place.key for place in candidates}
+        found = next((place for place in candidates if place.key in stored), None)
+        if found is None:
+            missing.append(row.megatron)
+            continue
+        places[row.megatron] = found
+        problem = _misshapen(architecture, row, found, tuple(stored[found.key].size))
+        if problem:
+            misshapen[found.key] = problem
+    unexpected = [key for key in stored if key not in known]
+    _report(directory, architecture, missing, unexpected, list(misshapen.values()))
+    by_name = {part.name: (row, part) for row in rows for part in row.parts}
+    return MegatronCheckpoint(
+        Path(directory),
+        architecture,
+        {
+            name: (places[row.megatron].key, architecture.shape(part))
+            for name, (row, part) in by_name.items()
+        },
+        {name: row for name, (row, _) in by_name.items()},
+        places,
+        _by_index(stored, places),
+        metadata,
+    )
+
+
+def names_of(row: Row) -> list[str]:
+    """A parameter's names in checkpoints, before layers are stacked: with an expert's number left
+    out, and norms first as Megatron saves them where the next linear layer owns them."""
+    name = re.sub(r"local_experts\.\d+\.", "", row.megatron)
+    for fused, separate in FUSED_NORMS.items():
+        if name.endswith("." + separate):
+            return [name.removesuffix(separate) + fused, name]
+    return [name]
+
+
+def stacked(row: Row, name: str) -> str:
+    """Key of the tensor that holds this parameter of all layers."""
+    return name if row.layer is None else name.replace(f".{row.layer}.", ".", 1)
+
+
+def _places(row: Row, name: str, shape: tuple[int, ...]) -> list[Place]:
+    expert = () if row.expert is None else (row.expert,)
+    if row.layer is None:
+        return [Place(name, (), shape)]
+    return [Place(stacked(row, name), (row.layer, *expert), shape), Place(name, expert, shape)]
+
+
+def _misshapen(
+    architecture: Architecture, row: Row, place: Place, found: tuple[int, ...]
+) -> str | None:
+    experts = () if row.expert is None else (architecture.experts.count,)  # pyright: ignore
+    leading = (architecture.layers, *experts)[-len(place.index) :] if place.index else ()
+    must = (*leading, *place.shape)
+    if row.parts[0].shape[0] == "vocab" and len(found) == len(must):
+        if found[0] >= must[0] and found[1:] == must[1:]:
+            return None
+        return f"{place.key} is {list(found)}, must be {list(must)} (or padded with more rows)"
+    return None if found == must else f"{place.key} is {list(found)}, must be {list(must)}"
+
+
+def _report(
+    directory: Path,
+    architecture: Architecture,
+    missing: list[str],
+    unexpected: list[str],
+    misshapen: list[str],
+) -> None:
+    problems = [
+        f"{len(names)} {what}: {'; '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}"
+        for what, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("misshapen", misshapen),
+        )
+        if names
+    ]
+    if problems:
+        raise WeightError(
+            f"checkpoint {directory} does not hold the {architecture.family.model_type} model that "
+            "config.json describes: parameters" + "\n  ".join(["", *problems])
+        )
+
+
+def _by_index(
+    stored: dict[str, TensorStorageMetadata], places: dict[str, Place]
+) -> dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]]:
+    """The chunks in which each layer and expert of a tensor lies: there may be very many."""
+    depths = {place.key: len(place.index) for place in places.values()}
+    chunks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = {}
+    for key, depth in depths.items():
+        for chunk in stored[key].chunks:
+            spans = zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)
+            for index in itertools.product(*(range(a, a + n) for a, n in spans)):
+                chunks.setdefault((key, index), []).append(chunk)
+    return chunks
+
+
+def hf_tensors(
+    checkpoint: MegatronCheckpoint, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors by their Hugging Face names, in the order of `Architecture.rows`, in `dtype` or
+    as they are stored. A few parameters are read ahead; no more are in memory.
+
+    Raises:
+        WeightError: a file is damaged, or a value is not finite in `dtype`.
+    """
+    rows = deque(checkpoint.architecture.rows())
+    pool = ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="read")
+    try:
+        coming: deque[tuple[Row, Future[list[torch.Tensor]]]] = deque()
+        while rows or coming:
+            while rows and len(coming) < READ_AHEAD:
+                row = rows.popleft()
+                coming.append((row, pool.submit(_finite_parts, checkpoint, row, dtype)))
+            row, future = coming.popleft()
+            yield from zip((part.name for part in row.parts), future.result(), strict=True)
+            del future
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _finite_parts(
+    checkpoint: MegatronCheckpoint, row: Row, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    parts = checkpoint.parts(row)
+    for i, stored in enumerate(parts):
+        parts[i] = stored if dtype is None else stored.to(dtype)
+        if not is_finite(parts[i]):
+            how = "holds NaN or infinity"
+            if is_finite(stored):
+                how = f"holds values that {dtype} cannot represent; choose another dtype"
+            place = checkpoint.places[row.megatron]
+            raise WeightError(
+                f"checkpoint {checkpoint.directory}: `{row.parts[i].name}` (in `{place.key}`) {how}"
+            )
+    return parts
