@@ -5,6 +5,7 @@
 .PHONY: quickstart test lint format setup
 
 VENV ?= .venv
+SCRIPTS = .ci/run $(wildcard tools/*.sh slurm/*.sh slurm/*.sbatch)
 export PYTHON STACK VENV
 
 quickstart: models/tiny_arithmetic/config.json
@@ -19,6 +20,7 @@ test: lint
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/shellcheck --external-sources $(SCRIPTS)
 	$(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python
 
 format: setup
