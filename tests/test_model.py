@@ -41,7 +41,11 @@ def test_what_megatron_refuses_is_a_recipe_error_in_its_words():
     ("layout", "config", "named"),
     [
         ({"tensor_parallel": 3}, {}, "actor.tensor_parallel: 3 does not divide the 4 attention"),
-        ({"tensor_parallel": 4}, {"num_key_value_heads": 2}, "does not divide the 2 key-value"),
+        (
+            {"tensor_parallel": 4},
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            "actor.tensor_parallel: 4 must divide the 6 key-value heads or be a multiple of them",
+        ),
         ({"tensor_parallel": 2}, {"intermediate_size": 97}, "does not divide the 97 MLP channels"),
         ({"pipeline_parallel": 3}, {}, "actor.pipeline_parallel: 3 does not divide the 2 layers"),
     ],

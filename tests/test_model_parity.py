@@ -1,12 +1,19 @@
 """The Megatron model against transformers: logits and gradients, in every layout, both ways."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.ranks import run_ranks
@@ -19,14 +26,15 @@ LAYOUTS = {
     "TP2 sequence parallel": {"tensor_parallel": 2, "sequence_parallel": True},
     "PP2": {"pipeline_parallel": 2},
     "TP2 PP2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "TP4, more ranks than key-value heads": {"tensor_parallel": 4},
 }
-# A vocabulary that two ranks cannot share evenly; grouped queries; heads wider than hidden / heads.
+# A vocabulary that ranks cannot share evenly; grouped queries; heads wider than hidden / heads.
 SHAPE = {
     "vocab_size": 1003,
     "hidden_size": 64,
     "intermediate_size": 160,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 24,
     "max_position_embeddings": 128,
@@ -35,11 +43,55 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# Original contexts so short that the tests' sequences reach every branch of the formulas.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 700.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 700.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "original_max_position_embeddings": 32,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 6}
+
+
+@dataclass(frozen=True)
+class Model:
+    """`max_tp` is what the number of heads allows."""
+
+    cls: type
+    tied: bool
+    changes: dict = field(default_factory=dict)
+    max_tp: int = 4
+
+
 MODELS = {
-    "qwen3 tied": (Qwen3Config, True),
-    "qwen3 untied": (Qwen3Config, False),
-    "llama tied": (LlamaConfig, True),
-    "llama untied": (LlamaConfig, False),
+    "qwen3 tied": Model(Qwen3Config, True),
+    "qwen3 untied": Model(Qwen3Config, False),
+    "qwen3 yarn": Model(Qwen3Config, True, {"rope_parameters": YARN}),
+    "llama2": Model(LlamaConfig, False),
+    "llama3": Model(LlamaConfig, False, {"rope_parameters": LLAMA3}),
+    "llama linear": Model(LlamaConfig, True, {"rope_parameters": LINEAR}),
+    "llama one key-value head": Model(LlamaConfig, False, {"num_key_value_heads": 1}),
+    "smollm2": Model(
+        LlamaConfig,
+        True,
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},
+        max_tp=1,
+    ),
+    "qwen2": Model(Qwen2Config, False),
+    "qwen2 tied": Model(Qwen2Config, True),
+    "qwen2 sliding from layer 1": Model(Qwen2Config, False, SLIDING | {"max_window_layers": 1}),
+    "mistral sliding": Model(MistralConfig, False, {"sliding_window": 7}),
+    "mistral": Model(MistralConfig, False, {"sliding_window": None}),
 }
 
 
@@ -60,23 +112,28 @@ def reference_logits(model, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([model(x[None]).logits[0] for x in tokens.split(LENGTHS)])
 
 
-def run_model(directory: str, tokens: torch.Tensor, layout: dict):
-    """On a rank: load, compute logits, export; (logits, export) where they are whole."""
+def run_models(directories: list[str], tokens: torch.Tensor, layout: dict) -> list[tuple]:
+    """On a rank, for each model: load it, compute logits, export it; (logits, export), where they
+    are whole, and its padding rows."""
     from megatron_opo.actor.parallel import initialize
     from megatron_opo.recipe import ActorConfig
-    from megatron_opo.weights.export import export_hf
-    from megatron_opo.weights.load import load_hf
 
     actor = ActorConfig(**layout)
     parallel = initialize(actor, seed=0)
-    from megatron_opo.actor.model import build_model
+    return [run_model(Path(each), tokens, actor, parallel) for each in directories]
 
-    config = json.loads((Path(directory) / "config.json").read_text())
+
+def run_model(directory: Path, tokens: torch.Tensor, actor, parallel) -> tuple:
+    from megatron_opo.actor.model import build_model
+    from megatron_opo.weights.export import export_hf
+    from megatron_opo.weights.load import load_hf
+
+    config = json.loads((directory / "config.json").read_text())
     model = build_model(config, actor, "float32")
     with torch.no_grad():
         for parameter in model[0].parameters():
             parameter.fill_(torch.nan)
-    load_hf(model, Path(directory), config)
+    load_hf(model, directory, config)
     exported = dict(export_hf(model, config, torch.float32))
     return forward(model[0], parallel, tokens), exported, padding_rows(model[0])
 
@@ -133,68 +190,119 @@ def padding_rows(model) -> dict[str, torch.Tensor]:
     return rows
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_layout_gives_the_logits_of_transformers_and_the_same_weights_back(name, tmp_path):
-    directory = make_model(tmp_path / "model", *MODELS[name])
-    tokens = torch.randint(0, SHAPE["vocab_size"], (sum(LENGTHS),))
-    with torch.no_grad():
-        reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        expected = reference_logits(reference, tokens)
-    stored = load_file(directory / "model.safetensors")
-    for layout_name, layout in LAYOUTS.items():
-        tp, pp = layout.get("tensor_parallel", 1), layout.get("pipeline_parallel", 1)
-        results = run_ranks(tp * pp, run_model, str(directory), tokens, layout)
-        logits = [logits for logits, _, _ in results if logits is not None]
-        assert len(logits) == tp, layout_name
-        for each in logits:
-            gap = (each - expected).abs().max().item()
-            print(f"{name}, {layout_name}: largest logit difference {gap:.1e}")
-            assert gap < 5e-5, layout_name
-        exported = results[0][1]
-        assert list(exported) == [*reference.state_dict()][: len(exported)]
-        assert exported.keys() == stored.keys(), layout_name
+@dataclass(frozen=True)
+class Reference:
+    directory: Path
+    names: list[str]
+    stored: dict[str, torch.Tensor]
+    logits: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(0, SHAPE["vocab_size"], (sum(LENGTHS),), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def references(tokens, tmp_path_factory) -> dict[str, Reference]:
+    found = {}
+    for name, spec in MODELS.items():
+        path = tmp_path_factory.mktemp("models") / "model"
+        directory = make_model(path, spec.cls, spec.tied, **spec.changes)
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+            logits = reference_logits(model, tokens)
+        stored = load_file(directory / "model.safetensors")
+        found[name] = Reference(directory, [*model.state_dict()], stored, logits)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_family_gives_the_logits_of_transformers_and_the_same_weights_back(
+    layout, references, tokens
+):
+    tp, pp = (LAYOUTS[layout].get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline"))
+    fitting = [name for name, spec in MODELS.items() if spec.max_tp >= tp]
+    directories = [str(references[name].directory) for name in fitting]
+    results = run_ranks(tp * pp, run_models, directories, tokens, LAYOUTS[layout])
+    for name, ranks in zip(fitting, zip(*results, strict=True), strict=True):
+        reference = references[name]
+        logits = [logits for logits, _, _ in ranks if logits is not None]
+        assert len(logits) == tp, name
+        gap = max((each - reference.logits).abs().max().item() for each in logits)
+        print(f"{name}, {layout}: largest logit difference {gap:.1e}")
+        assert gap < 5e-5, name
+        exported = ranks[0][1]
+        # In the order of transformers, but that biases follow all weights of the attention.
+        weights = [each for each in exported if not each.endswith(".bias")]
+        order = [each for each in reference.names if not each.endswith(".bias")]
+        assert weights == order[: len(weights)], name
+        assert exported.keys() == reference.stored.keys(), name
         for tensor_name, tensor in exported.items():
-            assert torch.equal(tensor, stored[tensor_name]), f"{layout_name}: {tensor_name}"
+            assert torch.equal(tensor, reference.stored[tensor_name]), f"{name}: {tensor_name}"
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, tensor_name
-        assert all(not other for _, other, _ in results[1:])
-        padding = [rows for _, _, padding in results for rows in padding.values()]
-        assert sum(map(len, padding)) == (tp == 2) * (2 if pp == 2 or "untied" in name else 1)
-        assert all((rows == 0).all() for rows in padding), layout_name
+        assert all(not other for _, other, _ in ranks[1:])
+        padding = [rows for _, _, padding in ranks for rows in padding.values()]
+        copies = 2 if pp == 2 or not MODELS[name].tied else 1
+        assert sum(map(len, padding)) == (copies if tp > 1 else 0), name
+        assert all((rows == 0).all() for rows in padding), name
 
 
-def run_gradients(directory: str, tokens: torch.Tensor, weights: torch.Tensor, recompute: str):
+def run_gradients(
+    directories: list[str], tokens: torch.Tensor, weights: torch.Tensor, layout: dict
+) -> list[dict[str, torch.Tensor]]:
+    from megatron.core import tensor_parallel
+
     from megatron_opo.actor.model import build_model, output_weight
     from megatron_opo.actor.parallel import initialize
     from megatron_opo.recipe import ActorConfig
     from megatron_opo.weights.export import export_hf
     from megatron_opo.weights.load import load_hf
 
-    actor = ActorConfig(recompute=recompute)
-    initialize(actor, seed=0)
-    config = json.loads((Path(directory) / "config.json").read_text())
-    model = build_model(config, actor, "float32")
-    load_hf(model, Path(directory), config)
-    hidden = model[0](tokens[None], packed_seq_params=packed_params(LENGTHS))
-    (hidden[:, 0] @ output_weight(model[0]).t() * weights).sum().backward()
-    with torch.no_grad():
-        for parameter in model[0].parameters():
-            parameter.copy_(parameter.grad)
-    return dict(export_hf(model, config, torch.float32))
+    actor = ActorConfig(**layout)
+    parallel = initialize(actor, seed=0)
+    gradients = []
+    for directory in map(Path, directories):
+        config = json.loads((directory / "config.json").read_text())
+        model = build_model(config, actor, "float32")
+        load_hf(model, directory, config)
+        hidden = model[0](tokens[None], packed_seq_params=packed_params(LENGTHS))
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden[:, 0])
+        rows = output_weight(model[0])
+        columns = torch.nn.functional.pad(weights, (0, len(rows) * parallel.tp_size))
+        first = len(rows) * parallel.tp_rank
+        (hidden @ rows.t() * columns[:, first : first + len(rows)]).sum().backward()
+        with torch.no_grad():
+            for parameter in model[0].parameters():
+                parameter.copy_(parameter.grad)
+        gradients.append(dict(export_hf(model, config, torch.float32)))
+    return gradients
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("name", ["qwen3 tied", "llama untied"])
-def test_gradients_are_those_of_transformers_in_float64(name, recompute, tmp_path):
-    directory = make_model(tmp_path / "model", *MODELS[name])
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, SHAPE["vocab_size"], (sum(LENGTHS),), generator=generator)
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ({}, ["qwen3 tied", "qwen3 yarn", "llama3", "qwen2", "mistral sliding"]),
+        ({"recompute": "full"}, ["qwen3 tied", "llama2", "qwen2 sliding from layer 1"]),
+        ({"tensor_parallel": 4}, ["qwen2", "llama one key-value head"]),
+    ],
+    ids=["TP1", "recompute", "TP4"],
+)
+def test_gradients_are_those_of_transformers_in_float64(layout, names, references, tokens):
+    generator = torch.Generator().manual_seed(3)
     weights = torch.randn(sum(LENGTHS), SHAPE["vocab_size"], generator=generator)
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    (reference_logits(reference, tokens) * weights).sum().backward()
-    (gradients,) = run_ranks(1, run_gradients, str(directory), tokens, weights, recompute)
-    for tensor_name, parameter in reference.named_parameters():
-        difference = gradients[tensor_name].double() - parameter.grad
-        assert difference.norm() < 1e-5 * parameter.grad.norm(), tensor_name
+    directories = [str(references[name].directory) for name in names]
+    tp = layout.get("tensor_parallel", 1)
+    results = run_ranks(tp, run_gradients, directories, tokens, weights, layout)[0]
+    for name, gradients in zip(names, results, strict=True):
+        directory = references[name].directory
+        reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+        (reference_logits(reference, tokens) * weights).sum().backward()
+        for tensor_name, parameter in reference.named_parameters():
+            difference = gradients[tensor_name].double() - parameter.grad
+            bound = 1e-5 * parameter.grad.norm()
+            assert difference.norm() < bound, f"{name}: {tensor_name}"
 
 
 def run_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

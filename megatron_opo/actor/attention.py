@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -105,6 +106,7 @@ def packed_attention(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of each packed sequence over itself.
 
@@ -114,6 +116,7 @@ def packed_attention(
         cu_seqlens: [N+1] int32, from 0 to T.
         max_seqlen: length of the longest sequence.
         scale: of the scores; None is 1 / sqrt(D).
+        window: how many tokens, its own among them, a token attends to; None is all before it.
 
     Returns:
         [T, heads, D] in the dtype of `query`.
@@ -129,7 +132,7 @@ def packed_attention(
             max_seqlen,
             max_seqlen,
             scale=scale,
-            window_size=(-1, 0),
+            window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
     layout = _layout(tuple(cu_seqlens.diff().tolist()), query.device)
@@ -142,9 +145,20 @@ def packed_attention(
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        if window is None or window >= shape[1]:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        else:
+            mask = _window_mask(shape[1], window, q.device)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return _Unpad.apply(torch.cat(outputs), layout.source, layout.places)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """[length, length] true where the row's token attends to the column's."""
+    distance = torch.arange(length, device=device)
+    distance = distance[:, None] - distance
+    return (distance >= 0) & (distance < window)
 
 
 class PackedAttention(torch.nn.Module):
@@ -161,6 +175,14 @@ class PackedAttention(torch.nn.Module):
     ):
         super().__init__()
         self.scale = softmax_scale
+        size, layers = config.window_size, config.window_attn_skip_freq
+        self.window = None
+        if size is not None and is_layer_window_attention(
+            size,
+            layers,  # pyright: ignore[reportArgumentType]
+            layer_number,
+        ):
+            self.window = size[0] + 1
 
     def forward(
         self,
@@ -181,5 +203,6 @@ class PackedAttention(torch.nn.Module):
             packed_seq_params.cu_seqlens_q,
             packed_seq_params.max_seqlen_q,
             self.scale,
+            self.window,
         )
         return out.flatten(1)

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import importlib.util
+import math
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import (
@@ -26,9 +27,17 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_opo.actor.attention import PackedAttention
+from megatron_opo.actor.experts import (
+    expert_fields,
+    has_transformer_engine,
+    layers_with_experts,
+    use_router,
+)
 from megatron_opo.actor.norm import RMSNorm
+from megatron_opo.actor.rope import attention_factor, inverse_frequencies, token_angles
 from megatron_opo.errors import RecipeError
 from megatron_opo.recipe import ActorConfig
 from megatron_opo.weights.families import Architecture, read_architecture
@@ -39,10 +48,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class PackedGPTModel(GPTModel):
     """A GPTModel over packed sequences whose last stage returns hidden states, never logits.
 
-    `hf_vocab_size` is the vocabulary without the rows that make it divisible by tensor_parallel.
+    `hf_vocab_size` is the vocabulary without the rows that make it divisible by tensor_parallel,
+    `rotary_frequencies` those of `rope.inverse_frequencies`.
     """
 
     hf_vocab_size: int
+    rotary_frequencies: torch.Tensor
 
     def forward(
         self,
@@ -70,23 +81,19 @@ class PackedGPTModel(GPTModel):
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self._rotary_angles(packed_seq_params),
+            rotary_pos_emb=self._angles(packed_seq_params.cu_seqlens_q),
             packed_seq_params=packed_seq_params,
         )
 
-    def _rotary_angles(self, packed: PackedSeqParams) -> torch.Tensor:
+    def _angles(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """[T, 1, 1, D]: one row per token, which Megatron applies in one go; given a table by
         position it would go through the sequences one by one."""
-        cu_seqlens = packed.cu_seqlens_q
-        total = int(cu_seqlens[-1])
-        starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=total)
-        positions = torch.arange(total, device=cu_seqlens.device) - starts
-        table = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
-        return table.index_select(0, positions)
+        self.rotary_frequencies = self.rotary_frequencies.to(cu_seqlens.device)
+        return token_angles(self.rotary_frequencies, cu_seqlens)
 
 
 def build_model(hf_config: dict[str, Any], actor: ActorConfig, dtype: str) -> list[PackedGPTModel]:
-    """This rank's part of the model, one module per virtual pipeline chunk (today always one).
+    """This rank's part of the model, one module per virtual pipeline chunk.
 
     Parameters are not initialised: `weights.load_hf` fills them.
 
@@ -95,21 +102,35 @@ def build_model(hf_config: dict[str, Any], actor: ActorConfig, dtype: str) -> li
     """
     architecture = read_architecture(hf_config)
     config = transformer_config(hf_config, actor, dtype)
-    rank, stages = parallel_state.get_pipeline_model_parallel_rank(), actor.pipeline_parallel
+    chunks = actor.virtual_pipeline
+    return [
+        _build_chunk(architecture, config, actor, chunk if chunks > 1 else None)
+        for chunk in range(chunks)
+    ]
+
+
+def _build_chunk(
+    architecture: Architecture, config: TransformerConfig, actor: ActorConfig, chunk: int | None
+) -> PackedGPTModel:
+    """`chunk` is None where stages are not cut into chunks."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    is_last_chunk = chunk in (None, actor.virtual_pipeline - 1)
     model = PackedGPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(config),  # pyright: ignore[reportArgumentType]
+        transformer_layer_spec=_block_spec(config, chunk),  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab(architecture.vocab, actor.tensor_parallel),
         max_sequence_length=architecture.max_positions,
-        pre_process=rank == 0,
-        post_process=rank == stages - 1,
+        pre_process=stage == 0 and not chunk,
+        post_process=stage == actor.pipeline_parallel - 1 and is_last_chunk,
         share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope.theta,  # pyright: ignore[reportArgumentType]
+        # The angles are our own (PackedGPTModel.forward).
+        position_embedding_type="none",
+        vp_stage=chunk,
     )
     model.hf_vocab_size = architecture.vocab
+    model.rotary_frequencies = inverse_frequencies(architecture.rope, architecture.head_dim)
     _mark_split_parameters(model)
-    return [model]
+    return model
 
 
 def _mark_split_parameters(model: torch.nn.Module) -> None:
@@ -167,6 +188,7 @@ def _fixed_fields(
     architecture: Architecture, actor: ActorConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
     """What the model, the layout and exactness decide; a recipe cannot override these."""
+    window = next((each for each in architecture.windows if each is not None), None)
     return {
         "num_layers": architecture.layers,
         "hidden_size": architecture.hidden,
@@ -176,6 +198,12 @@ def _fixed_fields(
         "kv_channels": architecture.head_dim,
         "layernorm_epsilon": architecture.norm_eps,
         "qk_layernorm": architecture.family.qk_norm,
+        "add_qkv_bias": architecture.family.qkv_bias,
+        # Queries and keys that both grow by a factor are scores that grow by its square.
+        "softmax_scale": attention_factor(architecture.rope) ** 2
+        / math.sqrt(architecture.head_dim),
+        "window_size": None if window is None else (window - 1, 0),
+        "window_attn_skip_freq": [int(each is not None) for each in architecture.windows],
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -188,11 +216,15 @@ def _fixed_fields(
         "fp16": dtype == torch.float16,
         "tensor_model_parallel_size": actor.tensor_parallel,
         "pipeline_model_parallel_size": actor.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": (
+            actor.virtual_pipeline if actor.virtual_pipeline > 1 else None
+        ),
         "sequence_parallel": actor.sequence_parallel,
         "variable_seq_lengths": True,
         "perform_initialization": False,
         # Our angles are one row per token; the fused kernel wants a table by position.
         "apply_rope_fusion": False,
+        **expert_fields(architecture, actor),
     }
 
 
@@ -220,25 +252,33 @@ def _has_fused_gradient_accumulation() -> bool:
 
 def _check_layout(architecture: Architecture, actor: ActorConfig) -> None:
     problems = []
-    if architecture.rope.kind != "default":
-        problems.append(f"config.json: rope_type {architecture.rope.kind!r} cannot be trained yet")
-    if any(architecture.windows):
-        problems.append("config.json: sliding windows cannot be trained yet")
-    if architecture.experts is not None:
-        problems.append("config.json: experts cannot be trained yet")
-    if architecture.family.qkv_bias:
-        problems.append("config.json: a bias of query, key and value cannot be trained yet")
+    experts = architecture.experts
+    problems += actor.expert_problems(
+        count=experts.count if experts and experts.layers else 0,
+        channels=experts.ffn if experts else 0,
+    )
+    if experts and experts.per_token == 1 and experts.normalize:
+        problems.append(
+            "config.json: `norm_topk_prob` with `num_experts_per_tok` 1 gives every chosen expert "
+            "the weight 1, whatever the router says, so that it cannot be trained"
+        )
     tensor, pipeline = actor.tensor_parallel, actor.pipeline_parallel
     for size, what in (
         (architecture.heads, "attention heads"),
-        (architecture.kv_heads, "key-value heads"),
         (architecture.ffn, "MLP channels (intermediate_size)"),
     ):
         if size % tensor:
             problems.append(f"actor.tensor_parallel: {tensor} does not divide the {size} {what}")
-    if architecture.layers % pipeline:
+    if architecture.kv_heads % tensor and tensor % architecture.kv_heads:
         problems.append(
-            f"actor.pipeline_parallel: {pipeline} does not divide the {architecture.layers} layers"
+            f"actor.tensor_parallel: {tensor} must divide the {architecture.kv_heads} key-value "
+            "heads or be a multiple of them"
+        )
+    stages = pipeline * actor.virtual_pipeline
+    if architecture.layers % stages:
+        problems.append(
+            f"actor.pipeline_parallel {pipeline} x actor.virtual_pipeline "
+            f"{actor.virtual_pipeline} does not divide the {architecture.layers} layers"
         )
     if problems:
         raise RecipeError("\n".join(problems))
@@ -263,10 +303,30 @@ def _check_extra(extra: dict[str, Any], fixed: dict[str, Any]) -> None:
         raise RecipeError("\n".join(problems))
 
 
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
-    if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+def _block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    sparse = layers_with_experts(config)
+    if has_transformer_engine():
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        first = get_transformer_layer_offset(config, vp_stage=chunk)
+        for i, layer in enumerate(block.layer_specs or []):
+            if sparse[first + i]:
+                use_router(layer)
+        return block
+    kinds = {has_experts: _local_layer_spec(config, has_experts) for has_experts in {*sparse}}
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    count = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[has_experts] for has_experts in sparse[first : first + count]],
+        layer_norm=RMSNorm,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _local_layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     submodules: Any = layer.submodules
     submodules.input_layernorm = RMSNorm
     submodules.pre_mlp_layernorm = RMSNorm
@@ -274,7 +334,6 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Modul
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config),
-        layer_norm=RMSNorm,  # pyright: ignore[reportArgumentType]
-    )
+    if has_experts:
+        use_router(layer)
+    return layer
