@@ -1,6 +1,6 @@
-"""Hugging Face weights into a Megatron model: each rank reads only its own slices."""
+"""Weights on disk into a Megatron model: each rank reads only its own slices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_opo.errors import WeightError
+from megatron_opo.errors import CheckpointError, WeightError
 from megatron_opo.weights.checkpoint import Checkpoint, check_names, open_checkpoint
 from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row, read_architecture
+from megatron_opo.weights.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from megatron_opo.weights.slices import (
     Place,
     local_kv_groups,
@@ -41,11 +42,35 @@ def load_hf(model: Sequence[torch.nn.Module], directory: Path, hf_config: dict[s
         WeightError: on every rank when any rank finds a tensor missing, unexpected, misshapen,
             not finite, or a file broken.
     """
+
+    def load() -> None:
+        with ExitStack() as stack:
+            checkpoint = open_checkpoint(Path(directory), stack)
+            architecture = read_architecture(hf_config)
+            check_names(checkpoint, architecture.hf_shapes(), architecture.tied)
+            _load(model, checkpoint, architecture)
+
+    _fail_together(load)
+
+
+def load_megatron(
+    model: Sequence[torch.nn.Module], directory: Path, hf_config: dict[str, Any]
+) -> None:
+    """As `load_hf`, from a Megatron distributed checkpoint of any layout; its optimizer state, if
+    it has one, is passed over."""
+
+    def load() -> None:
+        architecture = read_architecture(hf_config)
+        _load(model, open_megatron(Path(directory), architecture), architecture)
+
+    _fail_together(load)
+
+
+def _fail_together(load: Callable[[], None]) -> None:
     problem = None
     try:
-        with ExitStack() as stack:
-            _load(model, open_checkpoint(Path(directory), stack), read_architecture(hf_config))
-    except WeightError as error:
+        load()
+    except (WeightError, CheckpointError) as error:
         problem = str(error)
     problems = [problem]
     if dist.is_initialized():
@@ -58,9 +83,10 @@ def load_hf(model: Sequence[torch.nn.Module], directory: Path, hf_config: dict[s
 
 
 def _load(
-    model: Sequence[torch.nn.Module], checkpoint: Checkpoint, architecture: Architecture
+    model: Sequence[torch.nn.Module],
+    checkpoint: Checkpoint | MegatronCheckpoint,
+    architecture: Architecture,
 ) -> None:
-    check_names(checkpoint, architecture.hf_shapes(), architecture.tied)
     place = this_place()
     parameters = local_parameters(model, architecture, place)
     for name, row in parameter_rows(architecture):
@@ -76,7 +102,7 @@ def _load(
 
 
 def _read_parts(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | MegatronCheckpoint,
     architecture: Architecture,
     row: Row,
     place: Place,
@@ -99,7 +125,9 @@ def _read_parts(
     return parts
 
 
-def _check_tied(checkpoint: Checkpoint, embedding: torch.Tensor, bounds: tuple[int, int]) -> None:
+def _check_tied(
+    checkpoint: Checkpoint | MegatronCheckpoint, embedding: torch.Tensor, bounds: tuple[int, int]
+) -> None:
     head = OUTPUT.parts[0].name
     if head in checkpoint.tensors:
         stored = checkpoint.read(head, 0, *bounds)

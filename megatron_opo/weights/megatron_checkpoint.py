@@ -36,7 +36,7 @@ READ_AHEAD = 2
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """Where a parameter lies: in the tensor `key` of the checkpoint at `index` of its leading
     dimensions (layer, expert). `shape` is the whole parameter's, without these."""
 
@@ -53,7 +53,7 @@ class MegatronCheckpoint:
     architecture: Architecture
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     rows: dict[str, Row]
-    places: dict[str, Place]
+    slots: dict[str, Slot]
     chunks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]]
     metadata: Metadata
 
@@ -69,8 +69,8 @@ class MegatronCheckpoint:
         """
         if not row.per_kv_head:
             return [self.read(part.name, None, 0, 0) for part in row.parts]
-        place = self.places[row.megatron]
-        whole = self._box(place, (0,) * len(place.shape), place.shape)
+        slot = self.slots[row.megatron]
+        whole = self._box(slot, (0,) * len(slot.shape), slot.shape)
         return whole_parts(self.architecture, row, [whole])
 
     def read(self, name: str, dim: int | None, start: int, end: int) -> torch.Tensor:
@@ -81,43 +81,43 @@ class MegatronCheckpoint:
             WeightError: a file is damaged.
         """
         row = self.rows[name]
-        place = self.places[row.megatron]
+        slot = self.slots[row.megatron]
         index = [part.name for part in row.parts].index(name)
         shapes = [self.architecture.shape(part) for part in row.parts]
         first, last = [0] * len(shapes[index]), list(shapes[index])
         if dim is not None:
             first[dim], last[dim] = min(start, last[dim]), min(end, last[dim])
         if row.per_kv_head:
-            return self._grouped(place, [shape[0] for shape in shapes], index, first, last)
+            return self._grouped(slot, [shape[0] for shape in shapes], index, first, last)
         first[0] += sum(shape[0] for shape in shapes[:index])
         last[0] += sum(shape[0] for shape in shapes[:index])
-        return self._box(place, first, last)
+        return self._box(slot, first, last)
 
     def _grouped(
-        self, place: Place, heights: list[int], index: int, first: list[int], last: list[int]
+        self, slot: Slot, heights: list[int], index: int, first: list[int], last: list[int]
     ) -> torch.Tensor:
         """A box of a part whose key-value groups alternate with those of the other parts."""
         sizes = [height // self.architecture.kv_heads for height in heights]
         start, end, size = first[0], last[0], sizes[index]
         group, after = start // size, -(-end // size)
         above, below = group * sum(sizes), max(after, group) * sum(sizes)
-        block = self._box(place, [above, *first[1:]], [below, *last[1:]])
+        block = self._box(slot, [above, *first[1:]], [below, *last[1:]])
         part = block.unflatten(0, (-1 if len(block) else 0, sum(sizes))).split(sizes, dim=1)[index]
         return part.flatten(0, 1)[start - group * size : end - group * size]
 
-    def _box(self, place: Place, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
-        entry = self.metadata.state_dict_metadata[place.key]
+    def _box(self, slot: Slot, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
+        entry = self.metadata.state_dict_metadata[slot.key]
         assert isinstance(entry, TensorStorageMetadata)
         sizes = tuple(b - a for a, b in zip(first, last, strict=True))
-        offset, whole = (*place.index, *first), (*(1 for _ in place.index), *sizes)
+        offset, whole = (*slot.index, *first), (*(1 for _ in slot.index), *sizes)
         target = torch.empty(whole, dtype=entry.properties.dtype)
         items = [
             item
-            for chunk in self.chunks.get((place.key, place.index), [])
-            if (item := _overlap(place.key, chunk, offset, whole)) is not None
+            for chunk in self.chunks.get((slot.key, slot.index), [])
+            if (item := _overlap(slot.key, chunk, offset, whole)) is not None
         ]
         if sum(math.prod(item.lengths) for item in items) != target.numel():
-            raise WeightError(f"checkpoint {self.directory}: `{place.key}` is not whole")
+            raise WeightError(f"checkpoint {self.directory}: `{slot.key}` is not whole")
         reader = FileSystemReader(self.directory)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         try:
@@ -127,7 +127,7 @@ class MegatronCheckpoint:
             files = {self.metadata.storage_data[item.storage_index].relative_path for item in items}
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise WeightError(
-                f"checkpoint {self.directory}: `{place.key}` cannot be read from "
+                f"checkpoint {self.directory}: `{slot.key}` cannot be read from "
                 f"{', '.join(sorted(files))} ({type(error).__name__}: {reason}); copy it again, or "
                 "use another checkpoint"
             ) from error
@@ -186,16 +186,16 @@ def open_megatron(directory: Path, architecture: Architecture) -> MegatronCheckp
         if isinstance(entry, TensorStorageMetadata) and not OPTIMIZER_KEY.match(key)
     }
     rows = architecture.rows()
-    places, known, missing, misshapen = {}, set(), [], {}
+    slots, known, missing, misshapen = {}, set(), [], {}
     for row in rows:
         shape = local_shape(architecture, row, 1)
-        candidates = [place for name in names_of(row) for place in _places(row, name, shape)]
-        known |= {place.key for place in candidates}
-        found = next((place for place in candidates if place.key in stored), None)
+        candidates = [slot for name in names_of(row) for slot in _slots(row, name, shape)]
+        known |= {slot.key for slot in candidates}
+        found = next((slot for slot in candidates if slot.key in stored), None)
         if found is None:
             missing.append(row.megatron)
             continue
-        places[row.megatron] = found
+        slots[row.megatron] = found
         problem = _misshapen(architecture, row, found, tuple(stored[found.key].size))
         if problem:
             misshapen[found.key] = problem
@@ -206,12 +206,12 @@ def open_megatron(directory: Path, architecture: Architecture) -> MegatronCheckp
         Path(directory),
         architecture,
         {
-            name: (places[row.megatron].key, architecture.shape(part))
+            name: (slots[row.megatron].key, architecture.shape(part))
             for name, (row, part) in by_name.items()
         },
         {name: row for name, (row, _) in by_name.items()},
-        places,
-        _by_index(stored, places),
+        slots,
+        _by_index(stored, slots),
         metadata,
     )
 
@@ -231,24 +231,24 @@ def stacked(row: Row, name: str) -> str:
     return name if row.layer is None else name.replace(f".{row.layer}.", ".", 1)
 
 
-def _places(row: Row, name: str, shape: tuple[int, ...]) -> list[Place]:
+def _slots(row: Row, name: str, shape: tuple[int, ...]) -> list[Slot]:
     expert = () if row.expert is None else (row.expert,)
     if row.layer is None:
-        return [Place(name, (), shape)]
-    return [Place(stacked(row, name), (row.layer, *expert), shape), Place(name, expert, shape)]
+        return [Slot(name, (), shape)]
+    return [Slot(stacked(row, name), (row.layer, *expert), shape), Slot(name, expert, shape)]
 
 
 def _misshapen(
-    architecture: Architecture, row: Row, place: Place, found: tuple[int, ...]
+    architecture: Architecture, row: Row, slot: Slot, found: tuple[int, ...]
 ) -> str | None:
     experts = () if row.expert is None else (architecture.experts.count,)  # pyright: ignore
-    leading = (architecture.layers, *experts)[-len(place.index) :] if place.index else ()
-    must = (*leading, *place.shape)
+    leading = (architecture.layers, *experts)[-len(slot.index) :] if slot.index else ()
+    must = (*leading, *slot.shape)
     if row.parts[0].shape[0] == "vocab" and len(found) == len(must):
         if found[0] >= must[0] and found[1:] == must[1:]:
             return None
-        return f"{place.key} is {list(found)}, must be {list(must)} (or padded with more rows)"
-    return None if found == must else f"{place.key} is {list(found)}, must be {list(must)}"
+        return f"{slot.key} is {list(found)}, must be {list(must)} (or padded with more rows)"
+    return None if found == must else f"{slot.key} is {list(found)}, must be {list(must)}"
 
 
 def _report(
@@ -275,10 +275,10 @@ def _report(
 
 
 def _by_index(
-    stored: dict[str, TensorStorageMetadata], places: dict[str, Place]
+    stored: dict[str, TensorStorageMetadata], slots: dict[str, Slot]
 ) -> dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]]:
     """The chunks in which each layer and expert of a tensor lies: there may be very many."""
-    depths = {place.key: len(place.index) for place in places.values()}
+    depths = {slot.key: len(slot.index) for slot in slots.values()}
     chunks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = {}
     for key, depth in depths.items():
         for chunk in stored[key].chunks:
@@ -322,8 +322,8 @@ def _finite_parts(
             how = "holds NaN or infinity"
             if is_finite(stored):
                 how = f"holds values that {dtype} cannot represent; choose another dtype"
-            place = checkpoint.places[row.megatron]
+            slot = checkpoint.slots[row.megatron]
             raise WeightError(
-                f"checkpoint {checkpoint.directory}: `{row.parts[i].name}` (in `{place.key}`) {how}"
+                f"checkpoint {checkpoint.directory}: `{row.parts[i].name}` (in `{slot.key}`) {how}"
             )
     return parts
