@@ -68,6 +68,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
 
+    launch = commands.add_parser(
+        "launch",
+        help="take part in a job of several nodes (slurm/common.sh starts it by srun)",
+        description="Run a recipe on the nodes of a Slurm job; srun starts this on each of them.",
+    )
+    launch.add_argument("recipe", type=Path)
+    launch.add_argument("overrides", nargs="*", metavar="section.field=value")
+    launch.add_argument(
+        "--check-only", action="store_true", help="only compare the nodes and try their network"
+    )
+    launch.set_defaults(run=_launch)
+
     report = commands.add_parser("report", help="write report.html of a run")
     report.add_argument(
         "directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart_cpu"
@@ -78,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace) -> int:
     from megatron_opo.environment import check_environment
-    from megatron_opo.launch import run_ranks, started_by_launcher
+    from megatron_opo.launch import all_seats, run_ranks, started_by_launcher
 
     recipe = load_recipe(options.recipe, options.overrides)
     if options.print_only:
@@ -96,7 +108,29 @@ def _train(options: argparse.Namespace) -> int:
     if world_size == 1:
         return _train_rank(recipe)
     command = [sys.executable, "-m", "megatron_opo", "train", str(options.recipe)]
-    return run_ranks([*command, *options.overrides], world_size, recipe.run_path / "logs")
+    command += options.overrides
+    return run_ranks(command, all_seats(world_size), recipe.run_path / "logs")
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from megatron_opo.cluster import ToldElsewhere, job_from_environment
+    from megatron_opo.launch import EXIT_CONSEQUENCE
+    from megatron_opo.node import run_node
+
+    job = job_from_environment()
+    try:
+        recipe = load_recipe(options.recipe, options.overrides)
+        check_model(recipe)
+        command = [sys.executable, "-m", "megatron_opo", "train", str(options.recipe)]
+        command += options.overrides
+        return run_node(recipe, job, command, check_only=options.check_only)
+    except ToldElsewhere:
+        return EXIT_CONSEQUENCE
+    except RecipeError:
+        # Every node found it; node 0 speaks for all.
+        if job.node == 0:
+            raise
+        return EXIT_USER_ERROR
 
 
 def _world_size(recipe: Recipe) -> int:

@@ -48,5 +48,9 @@ class UnfitEnvironmentError(OpoError):
     """An installed package or machine that this project cannot work with."""
 
 
+class ClusterError(OpoError):
+    """Nodes of a job that do not find each other, do not match, or are lost."""
+
+
 class LogError(OpoError):
     """A run directory that cannot be written or read."""

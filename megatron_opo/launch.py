@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_opo.errors import LogError
@@ -18,11 +19,14 @@ GRACE_SECONDS = 30.0
 NOTICE_SECONDS = 10.0
 # A rank that ends with this code knows less of the reason than another one.
 EXIT_CONSEQUENCE = 3
+# Stopped early at its own wish, after a checkpoint: start the same command again to go on.
+EXIT_REQUEUE = 85
+ELSEWHERE = -1
 SHOWN_LINES = 20
 PR_SET_PDEATHSIG = 1
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """A signal asks the job to end."""
 
 
@@ -30,24 +34,47 @@ def started_by_launcher() -> bool:
     return "RANK" in os.environ
 
 
-def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
-    """Run `command` as `world_size` ranks; return the job's exit code.
+@dataclass(frozen=True)
+class Seats:
+    """Which ranks of the job this machine has, and where they find the others."""
+
+    ranks: range
+    world_size: int
+    rendezvous: dict[str, str]
+
+
+def all_seats(world_size: int) -> Seats:
+    """A job that is on this machine alone."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return Seats(range(world_size), world_size, place)
+
+
+def run_ranks(
+    command: list[str],
+    seats: Seats,
+    log_dir: Path,
+    problem: Callable[[], str | None] = lambda: None,
+) -> int:
+    """Run `command` as the ranks of `seats`; return the exit code.
 
     Rank 0 has this terminal; the others write to `log_dir`/rank_N.log. When one rank fails the
     others are ended, and the end of its log is shown. No rank outlives this process, not even when
-    it is killed.
+    it is killed. SIGUSR1 is passed on to rank 0.
+
+    Args:
+        problem: asked all the time; what it says (of another machine, say) ends the ranks.
 
     Raises:
         LogError: the logs cannot be written.
     """
-    environment = _environment(world_size)
+    environment = _environment(seats)
     ranks: list[subprocess.Popen] = []
-    with _raising_on_signals():
+    with raising_on_signals(), _passing_on_warnings(ranks, seats):
         try:
-            for rank in range(world_size):
-                ranks.append(_start(command, rank, environment, log_dir))
-            failed = _wait(ranks)
-        except _Stopped as stopped:
+            for rank in seats.ranks:
+                ranks.append(_start(command, rank, seats, environment, log_dir))
+            failed = _wait(ranks, problem)
+        except Stopped as stopped:
             signum = stopped.args[0]
             for again in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(again, lambda *_: _kill(ranks))
@@ -64,32 +91,37 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
             ) from error
     if failed is None:
         return 0
+    if failed == ELSEWHERE:
+        return EXIT_CONSEQUENCE
     code = ranks[failed].returncode
-    _explain(failed, code, log_dir)
+    _explain(seats.ranks[failed], code, log_dir)
     return code if code > 0 else 128 - code
 
 
-def _environment(world_size: int) -> dict[str, str]:
-    threads = max(1, (os.cpu_count() or 1) // world_size)
+def _environment(seats: Seats) -> dict[str, str]:
+    here = len(seats.ranks)
+    threads = max(1, (os.cpu_count() or 1) // here)
     return os.environ | {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(seats.world_size),
+        "LOCAL_WORLD_SIZE": str(here),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        **seats.rendezvous,
     }
 
 
 def _start(
-    command: list[str], rank: int, environment: dict[str, str], log_dir: Path
+    command: list[str], rank: int, seats: Seats, environment: dict[str, str], log_dir: Path
 ) -> subprocess.Popen:
     log_dir.mkdir(parents=True, exist_ok=True)
     output = None if rank == 0 else open(log_dir / f"rank_{rank}.log", "w")  # noqa: SIM115
     launcher, libc = os.getpid(), ctypes.CDLL(None)
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank - seats.ranks.start)}
 
     def prepare() -> None:
         # A shell starts a background job with ctrl-c ignored, and children inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # A warning that comes before the rank listens for it must not end it.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         if sys.platform == "linux":
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != launcher:
@@ -98,7 +130,7 @@ def _start(
     try:
         return subprocess.Popen(
             command,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment | place,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
@@ -111,9 +143,11 @@ def _start(
 
 
 @contextmanager
-def _raising_on_signals() -> Iterator[None]:
+def raising_on_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Stopped in here, unless they were ignored before."""
+
     def stop(signum, _frame) -> None:
-        raise _Stopped(signum)
+        raise Stopped(signum)
 
     previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     for signum, handler in previous.items():
@@ -126,9 +160,27 @@ def _raising_on_signals() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _wait(ranks: list[subprocess.Popen]) -> int | None:
-    """The rank that is to blame, or None when all succeeded; all have ended by then."""
+@contextmanager
+def _passing_on_warnings(ranks: list[subprocess.Popen], seats: Seats) -> Iterator[None]:
+    def pass_on(*_) -> None:
+        if seats.ranks.start == 0 and ranks and ranks[0].poll() is None:
+            ranks[0].send_signal(signal.SIGUSR1)
+
+    previous = signal.signal(signal.SIGUSR1, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def _wait(ranks: list[subprocess.Popen], problem: Callable[[], str | None]) -> int | None:
+    """Which of `ranks` is to blame, or ELSEWHERE, or None when all succeeded; all have ended by
+    then."""
     while True:
+        if (what := problem()) is not None:
+            print(f"error: {what}", file=sys.stderr)
+            _end(ranks, patience=NOTICE_SECONDS)
+            return ELSEWHERE
         codes = [rank.poll() for rank in ranks]
         if any(codes):
             # Who is told of a failure may well end before rank 0 has closed what it owns.

@@ -144,6 +144,10 @@ class RolloutConfig(Section):
     )
     servers: PositiveInt = 1
     tensor_parallel: PositiveInt = Field(default=1, description="of each launched server")
+    nodes: NonNegativeInt = Field(
+        default=0,
+        description="the job's last so many nodes only generate; 0: servers are where trainers are",
+    )
     host: str = "127.0.0.1"
     port: Port = Field(default=0, description="first server's port; 0: a free one")
     server_args: dict[str, Any] = Field(
@@ -269,6 +273,37 @@ class ActorConfig(Section):
         """The fewest processes that hold the model: all others are multiples of it."""
         of_stage = math.lcm(self.tensor_parallel, self.expert_tensor_size * self.expert_parallel)
         return of_stage * self.pipeline_parallel
+
+    def expert_problems(self, count: int, channels: int) -> list[str]:
+        """Why this layout cannot hold a model whose layers have `count` experts (0: none) of
+        `channels` channels each."""
+        if count == 0:
+            fields = {"expert_parallel": self.expert_parallel}
+            fields["expert_tensor_parallel"] = self.expert_tensor_parallel or 1
+            return [
+                f"actor.{name}: {size}, but the model has no experts; drop it"
+                for name, size in fields.items()
+                if size > 1
+            ]
+        problems = []
+        if count % self.expert_parallel:
+            allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            problems.append(
+                f"actor.expert_parallel: {self.expert_parallel} does not divide the model's "
+                f"{count} experts; allowed: {allowed}"
+            )
+        if channels % self.expert_tensor_size:
+            problems.append(
+                f"actor.expert_tensor_parallel: {self.expert_tensor_size} (null: tensor_parallel) "
+                f"does not divide the {channels} channels of an expert (moe_intermediate_size)"
+            )
+        if self.tensor_parallel > 1 and not self.sequence_parallel:
+            problems.append(
+                "actor.sequence_parallel: false, but a model with experts needs it with "
+                f"actor.tensor_parallel {self.tensor_parallel}, or each token would be sent to "
+                "its experts once per tensor-parallel rank; set it to true"
+            )
+        return problems
 
 
 class OptimizerConfig(Section):

@@ -25,6 +25,9 @@ ALLOWED = {
     "actor": BASE | {"weights", "on_policy", "spmd", "runs"},
     "dynamic_sampling": BASE,
     "launch": {"errors"},
+    "cluster": BASE,
+    "preflight": BASE | {"cluster", "environment"},
+    "node": BASE | {"cluster", "launch", "preflight", "rollout", "runs"},
     "desk": BASE
     | {"advantages", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "rewards", "rollout", "runs"},

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from megatron_opo.errors import LogError
-from megatron_opo.launch import EXIT_CONSEQUENCE, run_ranks
+from megatron_opo.launch import EXIT_CONSEQUENCE, all_seats, run_ranks
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = """
 import sys
 from pathlib import Path
-from megatron_opo.launch import run_ranks
-sys.exit(run_ranks([sys.executable, "rank.py"], 2, Path("logs")))
+from megatron_opo.launch import all_seats, run_ranks
+sys.exit(run_ranks([sys.executable, "rank.py"], all_seats(2), Path("logs")))
 """
 # What rank 0 does is its first argument, what rank 1 does its second.
 ROLES = """
@@ -30,7 +30,7 @@ exec(sys.argv[1 + rank])
 
 
 def run(tmp_path: Path, zero: str, one: str) -> int:
-    return run_ranks([sys.executable, "-c", ROLES, zero, one], 2, tmp_path)
+    return run_ranks([sys.executable, "-c", ROLES, zero, one], all_seats(2), tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_a_rank_that_notices_nothing_is_ended(tmp_path, monkeypatch):
 def test_a_log_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LogError, match="give a run_dir in which you may create files"):
-        run_ranks([sys.executable, "-c", ""], 2, tmp_path / "file" / "logs")
+        run_ranks([sys.executable, "-c", ""], all_seats(2), tmp_path / "file" / "logs")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import json
 import os
 import signal
 import socket
@@ -24,6 +25,8 @@ from megatron_opo.rollout import guard
 STOP_GRACE_S = 2.0
 HEALTH_ANSWER_S = 30.0
 
+# Set by the launcher of a job of several nodes: name, url and log of every server of the job.
+SERVERS_VARIABLE = "MEGATRON_OPO_SERVERS"
 # Set by torchrun or srun for the trainer; a server that inherits them would look for the
 # trainer's rendezvous instead of making its own.
 TRAINER_ENVIRONMENT = (
@@ -38,13 +41,15 @@ TRAINER_ENVIRONMENT = (
     "ROLE_NAME",
     "MASTER_ADDR",
     "MASTER_PORT",
+    SERVERS_VARIABLE,
 )
 TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
 @dataclass(frozen=True)
 class Server:
-    """One SGLang server. `process` and `log` are None for a server given by rollout.urls.
+    """One SGLang server. `process` and `log` are None for a server given by rollout.urls; one that
+    another node's launcher started has only a log, on a file system that all nodes share.
 
     `process` is the guard that leads the server's process group and exits with its code, or with
     128 and the number of the signal that ended it.
@@ -58,12 +63,17 @@ class Server:
 
     @property
     def launched(self) -> bool:
-        return self.process is not None
+        """By this job, so that it has the model directory's weights at first."""
+        return self.log is not None
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, and for a server that this program did not launch."""
-        return self.process.poll() if self.process else None
+        """None while it runs, and for a server that this job did not launch."""
+        if self.process is not None:
+            return self.process.poll()
+        if self.log is not None and (note := _exit_note(self.log)).exists():
+            return int(note.read_text())
+        return None
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines of its log, or an empty string."""
@@ -95,6 +105,18 @@ class Server:
         self.process.wait()
 
 
+def _exit_note(log: Path) -> Path:
+    return log.with_suffix(".exit")
+
+
+def note_exit(server: Server) -> None:
+    """Leave a note of its exit code beside its log, for the other nodes."""
+    if server.log is not None and server.exit_code is not None:
+        partial = server.log.with_suffix(".exit.partial")
+        partial.write_text(str(server.exit_code))
+        partial.rename(_exit_note(server.log))
+
+
 def close_servers(servers: Sequence[Server], grace_s: float = STOP_GRACE_S) -> None:
     """Stop all of them within one grace period."""
     for server in servers:
@@ -107,7 +129,7 @@ def close_servers(servers: Sequence[Server], grace_s: float = STOP_GRACE_S) -> N
 
 
 def launch_servers(
-    rollout: RolloutConfig, model: ModelConfig, log_dir: Path, device: str
+    rollout: RolloutConfig, model: ModelConfig, log_dir: Path, device: str, first: int = 0
 ) -> list[Server]:
     """Start the servers of a recipe and return at once; `wait_healthy` waits for them.
 
@@ -117,6 +139,7 @@ def launch_servers(
     Args:
         log_dir: each server's output goes to server_<i>.log in it.
         device: "cpu", or "cuda" with `rollout.tensor_parallel` devices for each server.
+        first: number of the first one, where other nodes have some, too.
 
     Raises:
         ServerError: the model directory does not exist, or a port is taken.
@@ -124,6 +147,11 @@ def launch_servers(
     if rollout.urls:
         return [
             Server(name=f"server {i}", url=url.rstrip("/")) for i, url in enumerate(rollout.urls)
+        ]
+    if described := os.environ.get(SERVERS_VARIABLE):
+        return [
+            Server(name=each["name"], url=each["url"], log=Path(each["log"]))
+            for each in json.loads(described)
         ]
     if not (Path(model.path) / "config.json").is_file():
         raise ServerError(
@@ -140,7 +168,7 @@ def launch_servers(
     for i, port in enumerate(ports):
         command = [sys.executable, "-P", "-m", "sglang.launch_server"]
         command += command_line(server_options(rollout, model, device, i, port))
-        log = log_dir / f"server_{i}.log"
+        log = log_dir / f"server_{first + i}.log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command],
@@ -150,7 +178,7 @@ def launch_servers(
                 env=server_environment(rollout, device, i),
                 start_new_session=True,
             )
-        server = Server(f"server {i}", f"http://{rollout.host}:{port}", process, log)
+        server = Server(f"server {first + i}", f"http://{rollout.host}:{port}", process, log)
         atexit.register(server.close)
         servers.append(server)
     return servers
