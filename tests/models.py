@@ -11,6 +11,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>")
@@ -50,6 +52,19 @@ def tiny_llama(path: str | Path, *, tie: bool = False, seed: int = 0) -> Path:
     """The same sizes as `tiny_qwen3`, in the Llama family."""
     config = LlamaConfig(**_shape(tie))
     return _write(LlamaForCausalLM, config, path, seed)
+
+
+def tiny_qwen3_moe(path: str | Path, *, tie: bool = False, seed: int = 0, **changes) -> Path:
+    """The same attention; 4 experts of 64 channels, 2 a token, but layer 1 has a dense MLP."""
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    }
+    config = Qwen3MoeConfig(**_shape(tie) | {"head_dim": 32} | experts | changes)
+    return _write(Qwen3MoeForCausalLM, config, path, seed)
 
 
 def _shape(tie: bool) -> dict:

@@ -1,9 +1,10 @@
 """Stand-ins that let Megatron-Core run where there is no CUDA. The one place for all of them.
 
-Megatron-Core asks for CUDA in three ways even when every tensor lives on the CPU: it creates
+Megatron-Core asks for CUDA in four ways even when every tensor lives on the CPU: it creates
 tensors with device="cuda" (schedules, gradient clipping, optimizer), it compares `Tensor.type()`
-with "torch.cuda.*" (distributed optimizer), and it calls a few `torch.cuda` functions (pipeline
-sends, data-parallel buffers, checkpoints, activation recompute). Each gets the CPU's answer here.
+with "torch.cuda.*" (distributed optimizer), it calls a few `torch.cuda` functions (pipeline
+sends, data-parallel buffers, checkpoints, activation recompute), and it copies from GPU to CPU on
+a stream of its own (experts). Each gets the CPU's answer here.
 """
 
 import threading
@@ -39,10 +40,14 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Stream:
-    """What torch.cuda.current_stream answers: work on the CPU is done when the call returns."""
+    """What torch.cuda.current_stream answers, and an event of it: work on the CPU is done when the
+    call returns."""
 
     def wait_stream(self, stream: object) -> None:
         pass
+
+    def record_event(self) -> "_Stream":
+        return self
 
     def synchronize(self) -> None:
         pass
@@ -63,8 +68,16 @@ def enable_cpu() -> bool:
     return True
 
 
+def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Megatron copies sizes of messages from GPU to CPU as what torch takes for sizes; it leaves
+    those that lie on the CPU the tensors they are, which torch refuses."""
+    del record_stream
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def _replace_functions() -> None:
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     stream = _Stream()
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -74,3 +87,6 @@ def _replace_functions() -> None:
     # Recompute saves and restores CUDA's random state beside the CPU's; there is none here.
     random._get_cuda_rng_state = lambda *args, **kwargs: None
     random._set_cuda_rng_state = lambda *args, **kwargs: None
+    # Experts: the dispatcher of tokens copies on a stream of its own.
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
