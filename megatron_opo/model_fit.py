@@ -65,6 +65,14 @@ def check_sizes(recipe: Recipe, config: dict, config_path: Path) -> None:
             f"actor.pipeline_parallel: {pipeline} does not divide the model's {layers} layers; "
             f"allowed: {', '.join(map(str, allowed))}"
         )
+    elif layers % (pipeline * recipe.actor.virtual_pipeline):
+        allowed = [v for v in range(1, layers // pipeline + 1) if layers % (pipeline * v) == 0]
+        problems.append(
+            f"actor.virtual_pipeline: {recipe.actor.virtual_pipeline} does not divide the "
+            f"{layers // pipeline} layers of each of the {pipeline} pipeline stages; allowed: "
+            f"{', '.join(map(str, allowed))}"
+        )
+    problems += _expert_problems(recipe, config)
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     # SGLang cuts a response silently at context - 2, and refuses prompts of context - 6 or more.
     if longest > context - SERVER_RESERVED_TOKENS:
@@ -82,3 +90,19 @@ def check_sizes(recipe: Recipe, config: dict, config_path: Path) -> None:
         )
     if problems:
         raise RecipeError("\n".join(problems))
+
+
+def _expert_problems(recipe: Recipe, config: dict) -> list[str]:
+    """Where the sizes cannot be read, whoever reads the whole config says so."""
+    count = config.get("num_local_experts", config.get("num_experts", 0))
+    channels = config.get("moe_intermediate_size", 0)
+    if type(count) is not int or type(channels) is not int:
+        return []
+    problems = recipe.actor.expert_problems(count, channels)
+    servers = recipe.rollout.tensor_parallel
+    if count and channels % servers:
+        problems.append(
+            f"rollout.tensor_parallel: {servers} does not divide the {channels} channels of an "
+            "expert (moe_intermediate_size)"
+        )
+    return problems

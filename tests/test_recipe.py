@@ -106,6 +106,7 @@ def test_the_printed_recipe_shows_every_field_and_reads_back_equal(write, tmp_pa
         ("rollout.dynamic_sampling.max_rounds=0", "greater than 0"),
         ("algorithm.loss_aggregation=mean", "token-mean"),
         ("actor.sequence_parallel=true", "raise tensor_parallel"),
+        ("actor.virtual_pipeline=2", "raise pipeline_parallel or set virtual_pipeline to 1"),
         ("actor.data_parallel=100000", "each data-parallel rank needs at least one"),
         ("data.train={}", "exactly one source"),
         ("eval.every=5", "data.eval names no dataset"),
@@ -199,6 +200,13 @@ def test_a_fitting_model_passes(model_recipe):
         (["rollout.tensor_parallel=6"], "rollout.tensor_parallel: 6 does not divide"),
         (["actor.pipeline_parallel=3"], "does not divide the model's 4 layers; allowed: 1, 2, 4"),
         (
+            ["actor.pipeline_parallel=2", "actor.virtual_pipeline=3"],
+            "actor.virtual_pipeline: 3 does not divide the 2 layers of each of the 2 pipeline "
+            "stages; allowed: 1, 2",
+        ),
+        (["actor.expert_parallel=2"], "actor.expert_parallel: 2, but the model has no experts"),
+        (["actor.expert_tensor_parallel=2"], "actor.expert_tensor_parallel: 2, but the model has"),
+        (
             ["rollout.max_response_tokens=33"],
             "= 65 exceeds the 64 tokens that the model's context of 72 leaves",
         ),
@@ -210,6 +218,34 @@ def test_sizes_that_do_not_fit_the_model_are_refused(model_recipe, overrides, ex
     with pytest.raises(RecipeError, match=None) as caught:
         check_model(model_recipe(*overrides))
     assert expected in str(caught.value)
+
+
+EXPERTS = {"num_experts": 12, "moe_intermediate_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["actor.expert_parallel=5"], "not divide the model's 12 experts; allowed: 1, 2, 3, 4, 6"),
+        (["actor.expert_tensor_parallel=4"], "expert_tensor_parallel: 4 (null: tensor_parallel)"),
+        (["actor.tensor_parallel=2"], "actor.sequence_parallel: false, but a model with experts"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_experts_are_refused(
+    model_recipe, tmp_path, overrides, expected
+):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | EXPERTS))
+    with pytest.raises(RecipeError) as caught:
+        check_model(model_recipe(*overrides))
+    assert expected in str(caught.value)
+
+
+def test_layouts_that_fit_the_experts_pass(model_recipe, tmp_path):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | EXPERTS))
+    layout = ["actor.tensor_parallel=2", "actor.sequence_parallel=true", "actor.expert_parallel=4"]
+    assert check_model(model_recipe(*layout))
+    # Each stage has tensor_parallel x data_parallel ranks for expert_parallel x expert_tensor ones.
+    assert check_model(model_recipe(*layout, "actor.data_parallel=4"))
 
 
 @pytest.mark.parametrize(
