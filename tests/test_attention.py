@@ -9,15 +9,18 @@ from megatron_opo.actor import attention
 from megatron_opo.actor.attention import packed_attention
 
 
-def reference(query, key, value, lengths, scale):
-    """softmax(q k^T * scale) v with the future masked, in the inputs' own precision."""
+def reference(query, key, value, lengths, scale, window=None):
+    """softmax(q k^T * scale) v with the future and what is out of the window masked, in the inputs'
+    own precision."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     outputs = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-        probs = scores.masked_fill(future, -torch.inf).softmax(-1)
+        hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        if window is not None:
+            hidden |= torch.ones(len(q), len(q), dtype=torch.bool).tril(-window)
+        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", probs, v))
     return torch.cat(outputs)
 
@@ -32,12 +35,12 @@ def make_inputs(lengths, heads, kv_heads, dim, dtype):
     return tensors, cu_seqlens
 
 
-def compare(lengths, heads, kv_heads, dtype, tolerance, scale=None):
+def compare(lengths, heads, kv_heads, dtype, tolerance, scale=None, window=None):
     dim = 8
     inputs, cu_seqlens = make_inputs(lengths, heads, kv_heads, dim, dtype)
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    out = packed_attention(*inputs, cu_seqlens, max(lengths), scale)
-    expected = reference(*wide, lengths, scale or dim**-0.5)
+    out = packed_attention(*inputs, cu_seqlens, max(lengths), scale, window)
+    expected = reference(*wide, lengths, scale or dim**-0.5, window)
     assert out.dtype == dtype and out.shape == inputs[0].shape
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     actual_grads = torch.autograd.grad(out, inputs, gradient)
@@ -49,10 +52,11 @@ def compare(lengths, heads, kv_heads, dtype, tolerance, scale=None):
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=12),
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    window=st.one_of(st.none(), st.integers(1, 80)),
 )
-@settings(max_examples=60, deadline=None)
-def test_output_and_gradients_equal_a_float64_reference(lengths, heads):
-    compare(lengths, *heads, torch.float32, 2e-5)
+@settings(max_examples=100, deadline=None)
+def test_output_and_gradients_equal_a_float64_reference(lengths, heads, window):
+    compare(lengths, *heads, torch.float32, 2e-5, window=window)
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [16, 17], [300, 2, 299, 1, 80]])
@@ -63,18 +67,20 @@ def test_lengths_at_the_edges_of_buckets(lengths):
 def test_bfloat16_and_a_scale_of_its_own():
     compare([33, 5, 40], 4, 2, torch.bfloat16, 0.1)
     compare([33, 5, 40], 4, 2, torch.float32, 2e-5, scale=0.5)
+    compare([33, 5, 40], 4, 2, torch.bfloat16, 0.1, window=6)
 
 
-def test_a_sequence_does_not_see_its_neighbours_to_the_bit():
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_sequence_does_not_see_its_neighbours_to_the_bit(window):
     """Also through padding: garbage next door, however large, changes nothing."""
     lengths = [20, 19, 24]
     (query, key, value), cu_seqlens = make_inputs(lengths, 4, 2, 8, torch.float32)
-    before = packed_attention(query, key, value, cu_seqlens, 24)[20:39]
+    before = packed_attention(query, key, value, cu_seqlens, 24, window=window)[20:39]
     with torch.no_grad():
         for x in (query, key, value):
             x[:20] = 1e30
             x[39:] = -1e30
-    after = packed_attention(query, key, value, cu_seqlens, 24)[20:39]
+    after = packed_attention(query, key, value, cu_seqlens, 24, window=window)[20:39]
     assert torch.equal(before, after)
 
 
