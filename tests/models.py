@@ -9,6 +9,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -52,6 +54,12 @@ def tiny_llama(path: str | Path, *, tie: bool = False, seed: int = 0) -> Path:
     """The same sizes as `tiny_qwen3`, in the Llama family."""
     config = LlamaConfig(**_shape(tie))
     return _write(LlamaForCausalLM, config, path, seed)
+
+
+def tiny_qwen2(path: str | Path, *, tie: bool = False, seed: int = 0) -> Path:
+    """The same sizes as `tiny_qwen3`, with a bias of query, key and value."""
+    config = Qwen2Config(**_shape(tie))
+    return _write(Qwen2ForCausalLM, config, path, seed)
 
 
 def tiny_qwen3_moe(path: str | Path, *, tie: bool = False, seed: int = 0, **changes) -> Path:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_opo.actor.loss import token_weights
 from tests.actor_cases import make_rollout, refused_update, token_baselines, train_two_steps
-from tests.models import tiny_llama, tiny_qwen3
+from tests.models import tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.ranks import run_ranks
 
 HORIZON, TEMPERATURE = 64, 0.8
@@ -105,6 +105,22 @@ def test_every_layout_takes_the_same_two_steps(model, tmp_path):
             assert_matches(result, reference)
         except AssertionError as error:
             raise AssertionError(f"layout {layout}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("make", "layouts"),
+    [(tiny_qwen2, ["tensor_parallel=2", "tensor_parallel=4"]), (tiny_qwen3, ["tensor_parallel=4"])],
+    ids=["biases", "norms of query and key"],
+)
+def test_biases_and_shared_key_value_heads_take_the_same_two_steps(make, layouts, tmp_path):
+    """The models have 2 key-value heads, which 4 tensor-parallel ranks share."""
+    model = make(tmp_path / "model")
+    reference = reference_training(model, "token-mean")
+    for layout in layouts:
+        ranks = int(layout[-1])
+        overrides = [f"actor.{layout}", "actor.sequence_parallel=true"]
+        result = run_ranks(ranks, train_two_steps, str(model), str(tmp_path / layout), overrides)[0]
+        assert_matches(result, reference)
 
 
 @pytest.mark.parametrize(
