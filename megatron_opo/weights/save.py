@@ -51,7 +51,7 @@ def save_hf(
     *,
     source: Path,
     max_shard_bytes: int = 5 * 10**9,
-    buffer_bytes: int = 2**29,
+    buffer_bytes: int = 2**28,
     threads: int = 4,
     on_progress: OnProgress | None = None,
 ) -> None:
