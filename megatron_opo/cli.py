@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_opo import __version__
 from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.model_fit import check_model
+from megatron_opo.plan import command as plan_command
 from megatron_opo.recipe import Recipe, dump_recipe, load_recipe
 from megatron_opo.runs import latest_checkpoint, only_run
 
@@ -79,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         "--check-only", action="store_true", help="only compare the nodes and try their network"
     )
     launch.set_defaults(run=_launch)
+
+    plan = commands.add_parser(
+        "plan", help="what a recipe needs, without a GPU", description=plan_command.DESCRIPTION
+    )
+    plan_command.add_options(plan)
+    plan.set_defaults(run=plan_command.run)
 
     report = commands.add_parser("report", help="write report.html of a run")
     report.add_argument(

@@ -25,6 +25,7 @@ ALLOWED = {
     "actor": BASE | {"weights", "on_policy", "spmd", "runs"},
     "dynamic_sampling": BASE,
     "launch": {"errors"},
+    "plan": {"errors", "model_fit", "recipe", "weights"},
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
     "node": BASE | {"cluster", "launch", "preflight", "rollout", "runs"},

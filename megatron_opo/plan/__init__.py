@@ -1,0 +1,1 @@
+"""What a recipe will need, told without a GPU: `megatron-opo plan`."""

@@ -1,0 +1,177 @@
+"""Bytes that the actor keeps and works in between a forward pass and its backward pass.
+
+Each function follows the tensors that autograd saves in the actor's own layers, by name, so that a
+test can hold the sum against what torch really saves.
+"""
+
+from dataclasses import dataclass
+
+from megatron_opo.plan.assumptions import EXPERT_IMBALANCE
+from megatron_opo.plan.layout import BYTES, Chunk, Layout, Model
+
+FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One packed micro-batch. `tokens` as the model sees them, of which `scored` have a loss.
+
+    `engine` says whether Transformer Engine computes norms and attention, as on a GPU; without it
+    (the float32 of a CPU) norms keep one more tensor, and attention a copy of keys and values for
+    every head."""
+
+    tokens: int
+    scored: int
+    dtype: str
+    engine: bool
+    recompute: bool
+
+    @property
+    def width(self) -> int:
+        return BYTES[self.dtype]
+
+
+def rows_per_rank(tokens: int, layout: Layout) -> float:
+    """Tokens of the residual stream on one rank: sequence parallelism splits them."""
+    return tokens / layout.tensor if layout.sequence_parallel else tokens
+
+
+def layer_saved(model: Model, layout: Layout, experts: bool, step: Pass) -> dict[str, float]:
+    """What a layer, with experts or with a dense MLP, saves for its backward pass: bytes by
+    name."""
+    architecture = model.architecture
+    rows, b = rows_per_rank(step.tokens, layout), step.width
+    hidden = architecture.hidden
+    norm = rows * _norm_bytes(hidden, step)
+    saved = {"norms": 2 * norm, "norm outputs": 2 * rows * hidden * b}
+    saved |= _attention_saved(model, layout, step)
+    if experts:
+        return saved | _experts_saved(model, layout, step)
+    ffn = architecture.ffn / layout.tensor
+    # Gate and up as they come, silu(gate), up + 0, and their product, which fc2 takes.
+    return saved | {"mlp": step.tokens * 5 * ffn * b}
+
+
+def _norm_bytes(width: float, step: Pass) -> float:
+    """Of one row: its input and 1 / rms; our own norm keeps the input in float32, and the
+    normalised input beside it."""
+    if step.engine:
+        return width * step.width + FLOAT
+    return width * FLOAT + FLOAT + width * step.width
+
+
+def _attention_saved(model: Model, layout: Layout, step: Pass) -> dict[str, float]:
+    a, b, tokens = model.architecture, step.width, step.tokens
+    heads = a.heads / layout.tensor
+    kv_heads = max(a.kv_heads / layout.tensor, 1)
+    q, kv = heads * a.head_dim, kv_heads * a.head_dim
+    saved: dict[str, float] = {}
+    if a.family.qk_norm:
+        norm = heads * _norm_bytes(a.head_dim, step) + kv_heads * _norm_bytes(a.head_dim, step)
+        saved["query and key norms"] = tokens * norm
+    # Cosine and sine, for queries and for keys.
+    saved["rotary angles"] = tokens * 4 * a.head_dim * b
+    if step.engine:
+        # Values are views of what linear_qkv returned, which therefore stays whole; with more ranks
+        # than key-value heads that is gathered from all of them.
+        gathered = layout.tensor > a.kv_heads
+        mixed = (a.heads + 2 * a.kv_heads) * a.head_dim if gathered else q + 2 * kv
+        saved["attention"] = tokens * (mixed + q + kv + q) * b
+    else:
+        saved["attention"] = tokens * 5 * q * b
+    saved["attention sums"] = tokens * heads * FLOAT
+    return saved
+
+
+def _experts_saved(model: Model, layout: Layout, step: Pass) -> dict[str, float]:
+    a, b = model.architecture, step.width
+    assert a.experts is not None
+    rows = rows_per_rank(step.tokens, layout)
+    arriving = expert_rows(model, layout, step.tokens)
+    ffn = a.experts.ffn / layout.expert_tensor
+    return {
+        # Logits and probabilities of all experts, in float32, and the map of the chosen ones.
+        "router": rows * a.experts.count * (2 * FLOAT + 1),
+        "tokens of experts": arriving * a.hidden * b,
+        # As of a dense MLP, and the product once more before the router's weight is applied.
+        "experts": arriving * 6 * ffn * b,
+    }
+
+
+def expert_rows(model: Model, layout: Layout, tokens: int) -> float:
+    """Rows that the busiest rank's experts compute."""
+    experts = model.architecture.experts
+    assert experts is not None
+    even = rows_per_rank(tokens, layout) * experts.per_token * layout.expert_tensor
+    return even * (EXPERT_IMBALANCE.value if layout.expert > 1 else 1)
+
+
+def chunk_saved(model: Model, layout: Layout, chunk: Chunk, step: Pass) -> float:
+    """What one micro-batch keeps of a chunk of layers until its backward pass."""
+    rows, b = rows_per_rank(step.tokens, layout), step.width
+    hidden = model.architecture.hidden
+    total = step.tokens * model.architecture.head_dim * FLOAT  # rotary angles of the micro-batch
+    if chunk.has_embedding:
+        total += step.tokens * 8  # token ids
+    layers = chunk.end - chunk.first
+    if step.recompute:
+        total += layers * rows * hidden * b
+    else:
+        with_experts = sum(map(model.has_experts, range(chunk.first, chunk.end)))
+        for experts, count in ((True, with_experts), (False, layers - with_experts)):
+            if count:
+                total += count * sum(layer_saved(model, layout, experts, step).values())
+    if chunk.has_head:
+        return total + rows * _norm_bytes(hidden, step)
+    return total + rows * hidden * b  # what the next stage was sent
+
+
+def logits_workspace(model: Model, layout: Layout, chunk_tokens: int, step: Pass) -> float:
+    """Peak of scoring a micro-batch on the last stage, beside what its layers saved."""
+    hidden, b = model.architecture.hidden, step.width
+    vocabulary = model.embedding.on_rank(layout) // hidden
+    chunk = min(chunk_tokens, step.scored)
+    # Gathered from the sequence-parallel ranks; and the scored rows, with their gradient.
+    gathered = step.tokens * hidden * b if layout.sequence_parallel else 0
+    scored = step.scored * hidden * b
+    logits = chunk * vocabulary
+    matrix = vocabulary * hidden
+    # Forward: logits, their exponentials, and a product of both, in float32.
+    forward = 3 * FLOAT * logits
+    # Backward: two logits in float32 and the gradient's cast; then the weight's gradient in float32
+    # beside one chunk's share of it; at the end its cast.
+    backward = matrix * FLOAT + max(
+        logits * (2 * FLOAT + b), logits * (FLOAT + b) + matrix * (b + FLOAT), matrix * b
+    )
+    return gathered + scored + max(forward, backward + scored)
+
+
+def layer_workspace(model: Model, layout: Layout, step: Pass) -> float:
+    """Peak inside the backward pass of a layer, beside what was saved: its recomputed tensors, and
+    gradients of its widest ones."""
+    a, b = model.architecture, step.width
+    rows = rows_per_rank(step.tokens, layout)
+    widest, recomputed = 0.0, 0.0
+    for experts in {model.has_experts(layer) for layer in range(a.layers)}:
+        if experts and a.experts is not None:
+            arriving = expert_rows(model, layout, step.tokens)
+            mlp = arriving * (4 * a.experts.ffn / layout.expert_tensor + 2 * a.hidden) * b
+        else:
+            mlp = step.tokens * 4 * a.ffn / layout.tensor * b
+        widest = max(widest, mlp)
+        if step.recompute:
+            saved = sum(layer_saved(model, layout, experts, step).values())
+            recomputed = max(recomputed, saved)
+    gathered = 2 * step.tokens * a.hidden * b if layout.sequence_parallel else 0
+    return recomputed + widest + gathered + 2 * rows * a.hidden * b
+
+
+def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Forward passes of chunks that await their backward pass at the peak of the schedule."""
+    if layout.pipeline == 1:
+        return 1
+    after = layout.pipeline - stage - 1
+    if layout.virtual == 1:
+        return min(after + 1, micro_batches)
+    warm_up = 2 * after + (layout.virtual - 1) * layout.pipeline
+    return min(warm_up + 1, micro_batches * layout.virtual)

@@ -1,0 +1,255 @@
+"""One plan: memory, operations and seconds of a recipe on a cluster, and whether it fits."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_opo.errors import RecipeError
+from megatron_opo.model_fit import check_sizes
+from megatron_opo.plan.hardware import Cluster, Gpu, Network
+from megatron_opo.plan.layout import Layout, Model, layout_of, model_of
+from megatron_opo.plan.memory import (
+    ServerMemory,
+    TrainerMemory,
+    gib,
+    host_memory,
+    server_memory,
+    trainer_memory,
+)
+from megatron_opo.plan.timing import (
+    Generate,
+    Update,
+    Workload,
+    generate_time,
+    handover_time,
+    micro_batches,
+    sync_time,
+    update_time,
+    workload_of,
+)
+from megatron_opo.recipe import Recipe
+from megatron_opo.weights.families import read_architecture
+
+DEFAULT_GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What does not fit. `over` is how many bytes are missing on each of these GPUs; with
+    `fraction_only` a smaller mem_fraction_static is all that it takes."""
+
+    phase: Literal["generate", "update"]
+    where: str
+    over: float
+    text: str
+    fraction_only: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What fits and what does not, without an estimate of seconds."""
+
+    layout: Layout
+    micro_batches: int
+    trainers: list[TrainerMemory]
+    server: ServerMemory
+    problems: list[Problem]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known before a GPU is touched. Bytes, FLOPs and seconds."""
+
+    recipe: Recipe
+    model: Model
+    cluster: Cluster
+    work: Workload
+    memory: Memory
+    host_memory: float
+    generate: Generate
+    update: Update
+    sync_seconds: float
+    handover_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return not self.memory.problems
+
+    @property
+    def step_seconds(self) -> float:
+        phases = self.generate.seconds + self.update.seconds
+        return phases + self.sync_seconds + self.handover_seconds
+
+
+def find_config(recipe: Recipe, recipe_path: Path, given: Path | None) -> tuple[Path, dict]:
+    """The model's config.json: the file that was given, the model directory's own, or
+    models/<name of the model directory>.json beside the recipe.
+
+    Raises:
+        RecipeError: none of them is there, or it cannot be read.
+    """
+    name = Path(recipe.model.path).name
+    places = [
+        Path(recipe.model.path) / "config.json",
+        recipe_path.parent / "models" / f"{name}.json",
+    ]
+    places = [given] if given else places
+    for path in places:
+        if path.is_file():
+            break
+    else:
+        raise RecipeError(
+            f"no config of the model: looked for {' and '.join(map(str, places))}. The planner "
+            "needs nothing else of it: give the file with --model-config"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise RecipeError(f"{path} must hold an object, got {config!r:.60}")
+    return path, config
+
+
+def cluster_of(
+    recipe: Recipe,
+    gpu: Gpu,
+    network: Network,
+    *,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    rollout_nodes: int = 0,
+) -> Cluster:
+    """A cluster of the given size; without one, the smallest that holds the recipe's replicas and
+    servers, in whole nodes.
+
+    Raises:
+        RecipeError: sizes that contradict each other.
+    """
+    per_node = gpus_per_node or DEFAULT_GPUS_PER_NODE
+    if gpus is not None and nodes is not None:
+        raise RecipeError("give --gpus or --nodes, not both")
+    serving = recipe.rollout.servers * recipe.rollout.tensor_parallel
+    if gpus is None and nodes is None:
+        replicas = recipe.actor.data_parallel or 1
+        training = max(recipe.actor.smallest_world, recipe.model_parallel_size * replicas)
+        gpus = training + rollout_nodes * per_node if rollout_nodes else max(training, serving)
+    if nodes is None:
+        assert gpus is not None
+        if gpus < 1:
+            raise RecipeError(f"--gpus is {gpus}; it must be 1 or more")
+        per_node = min(per_node, gpus)
+        nodes = -(-gpus // per_node)
+        if gpus_per_node is None and gpus % per_node:
+            nodes, per_node = 1, gpus
+    if nodes < 1 or per_node < 1 or not 0 <= rollout_nodes < nodes:
+        raise RecipeError(
+            f"--nodes {nodes}, --gpus-per-node {per_node} and --rollout-nodes {rollout_nodes} do "
+            "not make a cluster: it needs GPUs, and trainer nodes beside those of the servers"
+        )
+    return Cluster(gpu, network, nodes, per_node, rollout_nodes)
+
+
+def plan_memory(
+    recipe: Recipe,
+    config: dict[str, Any],
+    config_path: Path,
+    model: Model,
+    cluster: Cluster,
+    work: Workload,
+) -> Memory:
+    """Raises RecipeError if the sizes do not divide."""
+    check_sizes(recipe, config, config_path)
+    _check_experts(recipe, model)
+    layout = layout_of(recipe, cluster.trainer_gpus)
+    batches = micro_batches(recipe, layout, work)
+    trainers = trainer_memory(model, recipe, layout, batches, cluster.colocated)
+    server = server_memory(model, recipe, cluster, trainers)
+    problems = _problems(recipe, cluster, layout, trainers, server)
+    return Memory(layout, batches, trainers, server, problems)
+
+
+def _check_experts(recipe: Recipe, model: Model) -> None:
+    actor, experts = recipe.actor, model.architecture.experts
+    if experts is None:
+        if actor.expert_parallel > 1:
+            raise RecipeError(
+                f"actor.expert_parallel is {actor.expert_parallel} but the model has no experts"
+            )
+        return
+    if experts.count % actor.expert_parallel:
+        raise RecipeError(
+            f"actor.expert_parallel: {actor.expert_parallel} does not divide the model's "
+            f"{experts.count} experts"
+        )
+
+
+def _problems(
+    recipe: Recipe,
+    cluster: Cluster,
+    layout: Layout,
+    trainers: list[TrainerMemory],
+    server: ServerMemory,
+) -> list[Problem]:
+    capacity, rollout = cluster.gpu.memory, recipe.rollout
+    problems = []
+    for stage in trainers:
+        over = stage.total - capacity
+        if over > 0:
+            where = _stage_name(layout, stage.stage)
+            text = f"needs {gib(stage.total):.1f} GiB of {gib(capacity):.1f}"
+            problems.append(Problem("update", where, over, text))
+    wanted = rollout.servers * rollout.tensor_parallel
+    where = f"a server of {rollout.tensor_parallel} GPUs"
+    if wanted > cluster.server_gpus:
+        text = f"rollout.servers {rollout.servers} x rollout.tensor_parallel "
+        text += f"{rollout.tensor_parallel} need {wanted} GPUs of {cluster.server_gpus}"
+        problems.append(Problem("generate", "the servers", 0.0, text))
+    longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
+    least = longest * server.kv_per_token
+    if server.kv_cache < least:
+        text = f"{gib(server.kv_cache):.1f} GiB are left for the KV cache, but one sample of full "
+        text += f"length ({longest} tokens) takes {gib(least):.1f} GiB"
+        problems.append(Problem("generate", where, least - server.kv_cache, text))
+    elif server.fraction > server.allowed + 0.005:
+        over = (server.fraction - server.allowed) * capacity
+        given = "mem_fraction_static" in rollout.server_args
+        says = "is" if given else "is not set, and the server would take"
+        text = f"rollout.server_args.mem_fraction_static {says} {server.fraction:.2f}, but the "
+        text += f"trainer beside it leaves {server.allowed:.2f}"
+        problems.append(Problem("generate", where, over, text, fraction_only=True))
+    return problems
+
+
+def _stage_name(layout: Layout, stage: int) -> str:
+    if layout.pipeline == 1:
+        return "every trainer GPU"
+    return f"pipeline stage {stage + 1} of {layout.pipeline}"
+
+
+def make_plan(
+    recipe: Recipe,
+    config: dict[str, Any],
+    config_path: Path,
+    cluster: Cluster,
+    mean_response: int | None = None,
+) -> Plan:
+    """Raises RecipeError for a model, layout or cluster that cannot go together at all; one that
+    only needs more memory than there is has `Plan.memory.problems`."""
+    model = model_of(read_architecture(config))
+    work = workload_of(recipe, mean_response)
+    memory = plan_memory(recipe, config, config_path, model, cluster, work)
+    return Plan(
+        recipe=recipe,
+        model=model,
+        cluster=cluster,
+        work=work,
+        memory=memory,
+        host_memory=host_memory(memory.trainers, cluster),
+        generate=generate_time(model, recipe, cluster, memory.server, work),
+        update=update_time(model, recipe, cluster, memory.layout, work),
+        sync_seconds=sync_time(model, recipe, cluster),
+        handover_seconds=handover_time(memory.trainers, cluster),
+    )
