@@ -156,14 +156,13 @@ def _train_rank(recipe: Recipe, fresh: bool = False) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\b")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     from megatron_opo.actor.parallel import initialize, shutdown
-    from megatron_opo.launch import EXIT_CONSEQUENCE
+    from megatron_opo.launch import EXIT_CONSEQUENCE, EXIT_REQUEUE
     from megatron_opo.spmd import DriverFailed
     from megatron_opo.train import train
 
     try:
         parallel = initialize(recipe.actor, seed=recipe.seed)
-        if not _is_done(recipe, fresh, parallel):
-            train(recipe, parallel)
+        finished = _is_done(recipe, fresh, parallel) or train(recipe, parallel)
     except DriverFailed:
         return EXIT_CONSEQUENCE
     except OpoError as error:
@@ -179,7 +178,7 @@ def _train_rank(recipe: Recipe, fresh: bool = False) -> int:
         print(f"rank {rank} lost its connection to another rank, which has ended", file=sys.stderr)
         return EXIT_CONSEQUENCE
     shutdown()
-    return 0
+    return 0 if finished else EXIT_REQUEUE
 
 
 def _is_done(recipe: Recipe, fresh: bool, parallel: "Parallel") -> bool:

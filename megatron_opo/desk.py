@@ -29,6 +29,7 @@ from megatron_opo.rollout import (
     wait_healthy,
 )
 from megatron_opo.runs import Checkpoint, changed_fields, only_run
+from megatron_opo.stop import StopRequest
 
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 32
@@ -45,6 +46,7 @@ class Desk:
     eval_prompts: PromptSet | None
     rewards: RewardPool
     rollout: Rollout
+    stop: StopRequest
     resources: ExitStack
     drawn: Drawn = field(default_factory=lambda: Drawn([], [], 0))
     samplings: list[RolloutStats] = field(default_factory=list)
@@ -224,6 +226,7 @@ def open_desk(
             eval_prompts,
             rewards,
             rollout,
+            resources.enter_context(StopRequest()),
             resources.pop_all(),
         )
 

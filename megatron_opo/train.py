@@ -38,8 +38,11 @@ from megatron_opo.weights.load import load_hf
 from megatron_opo.weights.save import save_hf
 
 
-def train(recipe: Recipe, parallel: Parallel) -> None:
-    """Run the recipe from its newest checkpoint, or from the model directory, to its last step."""
+def train(recipe: Recipe, parallel: Parallel) -> bool:
+    """Run the recipe from its newest checkpoint, or from the model directory, to its last step.
+
+    False when it was asked to stop before that (`stop`); it has a checkpoint then.
+    """
     driver = Driver(parallel.rank, parallel.control)
     hf_config = check_model(recipe)
     read_architecture(hf_config)  # a model that is not supported must not cost a server's start
@@ -60,6 +63,9 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
 
         while (step := actor.version) < recipe.train.steps:
             batch = driver.run(lambda: collect(desk, version=step))
+            if is_asked_to_stop(desk, driver):
+                checkpoint_and_note(actor, desk, driver)
+                return False
             set_advantages(batch, actor, desk, driver)
             with phase(desk, "update"):
                 metrics = actor.update(batch, version=step)
@@ -76,15 +82,44 @@ def train(recipe: Recipe, parallel: Parallel) -> None:
         if recipe.checkpoint.export_hf:
             with phase(desk, "export"):
                 export(actor, recipe, driver)
+    return True
+
+
+def is_asked_to_stop(desk: Desk, driver: Driver) -> bool:
+    asked = [torch.tensor(desk.stop.asked)] if driver.is_here else None
+    return bool(driver.share(asked)[0])
+
+
+def checkpoint_and_note(actor: Actor, desk: Desk, driver: Driver) -> None:
+    latest = latest_checkpoint(actor.recipe.run_path)
+    if actor.version > (latest.version if latest else 0):
+        with phase(desk, "checkpoint"):
+            save_checkpoint(actor, actor.recipe, driver, lambda: desk.cursor.state())
+    driver.run(
+        lambda: desk.log.note(
+            f"stopped after step {actor.version}, as asked (SIGUSR1); the same command goes on "
+            "from there"
+        )
+    )
 
 
 def collect(desk: Desk, version: int) -> PackedBatch:
     """Sample a group of responses to each of the next prompts, score and pack them.
 
+    None when asked to stop meanwhile; the prompts are drawn again then.
+
     Raises:
         TrainingError: with dynamic sampling, no group gives a signal.
         RewardError: no sample could be scored.
     """
+    cursor = desk.cursor.state()
+    batch = desk.stop.unless_asked(lambda: _collect(desk, version))
+    if batch is None:
+        desk.cursor.restore(cursor)
+    return batch  # pyright: ignore[reportReturnType]
+
+
+def _collect(desk: Desk, version: int) -> PackedBatch:
     recipe = desk.recipe
     dynamic = recipe.rollout.dynamic_sampling
 
@@ -145,7 +180,9 @@ def evaluate(desk: Desk, version: int) -> None:
     if desk.eval_prompts is None:
         return
     with desk.log.phase("eval"):
-        groups = desk.score(desk.generate_eval(version))
+        groups = desk.stop.unless_asked(lambda: desk.score(desk.generate_eval(version)))
+    if groups is None:
+        return
     desk.log.samples(version, groups, None, kind="eval")
     desk.log.eval(version, eval_metrics(groups))
 

@@ -10,9 +10,10 @@ ALLOWED = {
     "errors": set(),
     "environment": {"errors"},
     "recipe": {"errors"},
-    "model_fit": {"errors", "recipe"},
+    "model_fit": {"errors", "recipe", "weights"},
     "runs": {"errors", "recipe"},
     "spmd": {"errors"},
+    "stop": set(),
     "on_policy": {"batch", "errors"},
     "advantages": BASE,
     "rows": BASE | {"procedural"},
@@ -22,7 +23,7 @@ ALLOWED = {
     "observe": {"batch", "errors"},
     "rollout": BASE,
     "weights": BASE,
-    "actor": BASE | {"weights", "on_policy", "spmd", "runs"},
+    "actor": BASE | {"weights", "model_fit", "on_policy", "spmd", "runs"},
     "dynamic_sampling": BASE,
     "launch": {"errors"},
     "plan": {"errors", "model_fit", "recipe", "weights"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "node": BASE | {"cluster", "launch", "preflight", "rollout", "runs"},
     "desk": BASE
     | {"advantages", "dynamic_sampling"}
-    | {"environment", "observe", "prompts", "rewards", "rollout", "runs"},
+    | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "stop"},
     "train": BASE
     | {"actor", "advantages", "desk", "dynamic_sampling", "model_fit"}
     | {"observe", "on_policy", "runs", "spmd", "weights"},

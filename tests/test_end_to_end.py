@@ -3,14 +3,17 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_opo.launch import EXIT_REQUEUE
 from tests.models import tiny_qwen3
 
 ROOT = Path(__file__).parents[1]
@@ -172,6 +175,33 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     # A fresh model seldom writes the letter: most groups of four have only rewards of 0.
     assert sum(record["rollout/groups_dropped"] for record in steps) > 0
     assert all("timing_s/score" in record for record in steps)
+
+
+def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path):
+    project = make_project(tmp_path)
+    arguments = ["actor.data_parallel=2", "eval.at_start=false", "eval.at_end=false"]
+    command = [sys.executable, "-m", "megatron_opo", "train", "recipe.yaml", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    metrics = project / "runs" / "letters" / "metrics.jsonl"
+    with (tmp_path / "output").open("w") as output:
+        first = subprocess.Popen(
+            [*command, "train.steps=1000"], cwd=project, env=environment, stdout=output, stderr=2
+        )
+        deadline = time.monotonic() + 240
+        while not (metrics.exists() and '"step": 1' in metrics.read_text()):
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        first.send_signal(signal.SIGUSR1)
+        assert first.wait(60) == EXIT_REQUEUE, (tmp_path / "output").read_text()
+    trained = len(read_metrics(project, "train"))
+    assert f"stopped after step {trained}, as asked" in (tmp_path / "output").read_text()
+    again = train(project, *arguments, f"train.steps={trained + 1}")
+    assert again.returncode == 0, again.stdout
+    steps = [record["step"] for record in read_metrics(project, "train")]
+    assert steps == list(range(1, trained + 2))
+    newest = project / "runs" / "letters" / "checkpoints" / f"step_{trained + 1}" / "state.json"
+    drawn = json.loads(newest.read_text())["cursor"]
+    assert drawn["epoch"] * 40 + drawn["position"] == 8 * (trained + 1)
 
 
 @pytest.mark.parametrize(
