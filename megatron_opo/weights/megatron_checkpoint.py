@@ -57,9 +57,19 @@ class MegatronCheckpoint:
     chunks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]]
     metadata: Metadata
 
+    @property
+    def per_layer(self) -> bool:
+        """Each layer has tensors of its own; else those of all layers are stacked."""
+        return any(re.search(r"\blayers\.\d", slot.key) for slot in self.slots.values())
+
     def dtype(self, name: str) -> torch.dtype:
         """Of a Hugging Face tensor, as it is stored."""
-        return self.metadata.state_dict_metadata[self.tensors[name][0]].properties.dtype  # pyright: ignore
+        return self._entry(self.tensors[name][0]).properties.dtype
+
+    def _entry(self, key: str) -> TensorStorageMetadata:
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry
 
     def parts(self, row: Row) -> list[torch.Tensor]:
         """The Hugging Face tensors of a row, whole, as they are stored.
@@ -106,11 +116,9 @@ class MegatronCheckpoint:
         return part.flatten(0, 1)[start - group * size : end - group * size]
 
     def _box(self, slot: Slot, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
-        entry = self.metadata.state_dict_metadata[slot.key]
-        assert isinstance(entry, TensorStorageMetadata)
         sizes = tuple(b - a for a, b in zip(first, last, strict=True))
         offset, whole = (*slot.index, *first), (*(1 for _ in slot.index), *sizes)
-        target = torch.empty(whole, dtype=entry.properties.dtype)
+        target = torch.empty(whole, dtype=self._entry(slot.key).properties.dtype)
         items = [
             item
             for chunk in self.chunks.get((slot.key, slot.index), [])

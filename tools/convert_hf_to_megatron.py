@@ -1,0 +1,56 @@
+"""A Hugging Face model as a Megatron distributed checkpoint (torch_dist).
+
+    python tools/convert_hf_to_megatron.py models/Qwen3-8B checkpoints/qwen3_8b --verify
+
+One process on a CPU is enough: no GPU, no torchrun, and memory of some hundred MB for a model of
+any size. There are no options for a layout, because what is written has none: Megatron loads it
+under any tensor, pipeline, virtual pipeline, expert and data parallelism. The directory appears
+under its name only when it is complete.
+
+Train from it with `model.megatron_checkpoint=checkpoints/qwen3_8b`. Exit codes: 0 done (and
+verified), 1 --verify found a difference, 2 an error, of which nothing is left behind.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="HF_DIR", help="config.json, *.safetensors")
+    parser.add_argument("target", type=Path, metavar="OUT_DIR", help="must not exist")
+    parser.add_argument(
+        "--dtype",
+        default="as-saved",
+        choices=("as-saved", "bfloat16", "float16", "float32"),
+        help="of the weights (default: as they are saved)",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every tensor to the bit, and the logits of both models if they fit in memory",
+    )
+    parser.add_argument("--threads", type=int, default=2, help="each writes a file (default: 2)")
+    options = parser.parse_args()
+    if options.threads < 1:
+        parser.error(f"--threads: {options.threads}, must be at least 1")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it is work for a CPU
+
+    from megatron_opo.convert import DTYPES, hf_to_megatron, run_tool
+
+    run_tool(
+        lambda: hf_to_megatron(
+            options.source,
+            options.target,
+            dtype=DTYPES[options.dtype],
+            threads=options.threads,
+            verify=options.verify,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
