@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from megatron_opo.errors import RecipeError
-from megatron_opo.recipe import Recipe
+from megatron_opo.recipe import ActorConfig, Recipe
+from megatron_opo.weights.families import Architecture, read_architecture
 
 SERVER_RESERVED_TOKENS = 8
 
@@ -13,7 +14,8 @@ def check_model(recipe: Recipe) -> dict:
     """Check the recipe against the model's config.json and return that config.
 
     Raises:
-        RecipeError: the directory or a file is missing, or a size does not divide.
+        RecipeError: the directory or a file is missing, the model is not supported, or a size does
+            not divide.
     """
     directory = Path(recipe.model.path)
     if not directory.is_dir():
@@ -37,72 +39,111 @@ def check_model(recipe: Recipe) -> dict:
 
 
 def check_sizes(recipe: Recipe, config: dict, config_path: Path) -> None:
-    """Raises RecipeError, naming every size of the recipe that the model's config rules out."""
-    names = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings", "vocab_size")
-    for name in names:
-        if type(config.get(name)) is not int or config[name] < 1:
-            raise RecipeError(
-                f"model.path: {config_path}: `{name}` must be a positive whole number, got "
-                f"{config.get(name)!r}"
-            )
-    heads, layers, context, _ = (config[name] for name in names)
-    kv_heads = config.get("num_key_value_heads") or heads
-    problems = []
-    tensor, pipeline = recipe.actor.tensor_parallel, recipe.actor.pipeline_parallel
-    valid = [t for t in range(1, heads + 1) if heads % t == 0 and kv_heads % t == 0]
-    for field, size in (
-        ("actor.tensor_parallel", tensor),
-        ("rollout.tensor_parallel", recipe.rollout.tensor_parallel),
-    ):
-        if size not in valid:
-            problems.append(
-                f"{field}: {size} does not divide the model's {heads} attention heads and "
-                f"{kv_heads} key-value heads; allowed: {', '.join(map(str, valid))}"
-            )
+    """Raises RecipeError, naming everything in the config that is not supported, or else every size
+    of the recipe that the model rules out."""
+    try:
+        architecture = read_architecture(config)
+    except RecipeError as error:
+        raise RecipeError(f"model.path: {config_path} cannot be used:\n{error}") from None
+    problems = training_problems(architecture, recipe.actor)
+    problems += _server_problems(architecture, recipe)
+    problems += _length_problems(architecture, recipe)
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def training_problems(architecture: Architecture, actor: ActorConfig) -> list[str]:
+    """Why the model cannot be trained in this layout."""
+    experts, layers, pipeline = architecture.experts, architecture.layers, actor.pipeline_parallel
+    problems = _tensor_problems("actor", actor.tensor_parallel, architecture)
     if layers % pipeline:
         allowed = [p for p in range(1, layers + 1) if layers % p == 0]
         problems.append(
             f"actor.pipeline_parallel: {pipeline} does not divide the model's {layers} layers; "
             f"allowed: {', '.join(map(str, allowed))}"
         )
-    elif layers % (pipeline * recipe.actor.virtual_pipeline):
+    elif layers % (pipeline * actor.virtual_pipeline):
         allowed = [v for v in range(1, layers // pipeline + 1) if layers % (pipeline * v) == 0]
         problems.append(
-            f"actor.virtual_pipeline: {recipe.actor.virtual_pipeline} does not divide the "
+            f"actor.virtual_pipeline: {actor.virtual_pipeline} does not divide the "
             f"{layers // pipeline} layers of each of the {pipeline} pipeline stages; allowed: "
             f"{', '.join(map(str, allowed))}"
         )
-    problems += _expert_problems(recipe, config)
+    problems += actor.expert_problems(
+        count=experts.count if experts and experts.layers else 0,
+        channels=experts.ffn if experts else 0,
+    )
+    if experts and experts.per_token == 1 and experts.normalize:
+        problems.append(
+            "config.json: `norm_topk_prob` with `num_experts_per_tok` 1 gives every chosen expert "
+            "the weight 1, whatever the router says, so that it cannot be trained"
+        )
+    return problems
+
+
+def _tensor_problems(section: str, size: int, architecture: Architecture) -> list[str]:
+    heads, kv_heads, ffn = architecture.heads, architecture.kv_heads, architecture.ffn
+
+    def fits(ranks: int) -> bool:
+        kv_fits = kv_heads % ranks == 0 or ranks % kv_heads == 0
+        # Megatron cuts the matrix of query, key and value evenly, also within a head.
+        rows = (heads + 2 * kv_heads) * architecture.head_dim
+        return all((kv_fits, heads % ranks == 0, ffn % ranks == 0, rows % ranks == 0))
+
+    if fits(size):
+        return []
+    allowed = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
+    return [
+        f"{section}.tensor_parallel: {size} does not fit the model's {heads} attention heads, "
+        f"{kv_heads} key-value heads (which it must divide, or be a multiple of) and {ffn} MLP "
+        f"channels (intermediate_size); allowed: {allowed}"
+    ]
+
+
+def _server_problems(architecture: Architecture, recipe: Recipe) -> list[str]:
+    size, experts, rope = recipe.rollout.tensor_parallel, architecture.experts, architecture.rope
+    problems = _tensor_problems("rollout", size, architecture)
+    if experts and experts.ffn % size:
+        problems.append(
+            f"rollout.tensor_parallel: {size} does not divide the {experts.ffn} channels of an "
+            "expert (moe_intermediate_size)"
+        )
+    if rope.attention_factor != rope.derived_attention_factor:
+        problems.append(
+            f"config.json: the `attention_factor` of its yarn rope is {rope.attention_factor}, but "
+            f"SGLang computes it from `factor` ({rope.derived_attention_factor:.6g}), so that its "
+            "answers would come from another policy than the one that is trained; drop it if the "
+            "model was made without"
+        )
+    return problems
+
+
+def _length_problems(architecture: Architecture, recipe: Recipe) -> list[str]:
+    context = architecture.max_positions
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    sum_of_both = (
+        f"data.max_prompt_tokens ({recipe.data.max_prompt_tokens}) + "
+        f"rollout.max_response_tokens ({recipe.rollout.max_response_tokens}) = {longest}"
+    )
+    problems = []
     # SGLang cuts a response silently at context - 2, and refuses prompts of context - 6 or more.
     if longest > context - SERVER_RESERVED_TOKENS:
         problems.append(
-            f"data.max_prompt_tokens ({recipe.data.max_prompt_tokens}) + "
-            f"rollout.max_response_tokens ({recipe.rollout.max_response_tokens}) = {longest} "
-            f"exceeds the {context - SERVER_RESERVED_TOKENS} tokens that the model's context of "
-            f"{context} leaves (servers keep {SERVER_RESERVED_TOKENS} to themselves)"
+            f"{sum_of_both} exceeds the {context - SERVER_RESERVED_TOKENS} tokens that the model's "
+            f"context of {context} leaves (servers keep {SERVER_RESERVED_TOKENS} to themselves)"
+        )
+    window = min((each for each in architecture.windows if each is not None), default=longest)
+    if longest > window:
+        problems.append(
+            f"{sum_of_both} exceeds the model's sliding window of {window} tokens, which SGLang "
+            f"ignores in {architecture.family.model_type} models: longer answers would come from "
+            "another policy than the one that is trained; lower one of them (up to the window, it "
+            "changes nothing)"
         )
     if longest > recipe.actor.micro_batch_tokens:
         problems.append(
             f"actor.micro_batch_tokens ({recipe.actor.micro_batch_tokens}) is below the longest "
             f"possible sequence ({longest} = data.max_prompt_tokens + "
             "rollout.max_response_tokens): raise it"
-        )
-    if problems:
-        raise RecipeError("\n".join(problems))
-
-
-def _expert_problems(recipe: Recipe, config: dict) -> list[str]:
-    """Where the sizes cannot be read, whoever reads the whole config says so."""
-    count = config.get("num_local_experts", config.get("num_experts", 0))
-    channels = config.get("moe_intermediate_size", 0)
-    if type(count) is not int or type(channels) is not int:
-        return []
-    problems = recipe.actor.expert_problems(count, channels)
-    servers = recipe.rollout.tensor_parallel
-    if count and channels % servers:
-        problems.append(
-            f"rollout.tensor_parallel: {servers} does not divide the {channels} channels of an "
-            "expert (moe_intermediate_size)"
         )
     return problems

@@ -40,14 +40,25 @@ def test_what_megatron_refuses_is_a_recipe_error_in_its_words():
 @pytest.mark.parametrize(
     ("layout", "config", "named"),
     [
-        ({"tensor_parallel": 3}, {}, "actor.tensor_parallel: 3 does not divide the 4 attention"),
+        (
+            {"tensor_parallel": 3},
+            {},
+            "tensor_parallel: 3 does not fit the model's 4 attention heads",
+        ),
         (
             {"tensor_parallel": 4},
             {"num_attention_heads": 12, "num_key_value_heads": 6},
-            "actor.tensor_parallel: 4 must divide the 6 key-value heads or be a multiple of them",
+            "6 key-value heads (which it must divide, or be a multiple of) and 96 MLP channels "
+            "(intermediate_size); allowed: 1, 2, 3, 6, 12",
         ),
-        ({"tensor_parallel": 2}, {"intermediate_size": 97}, "does not divide the 97 MLP channels"),
-        ({"pipeline_parallel": 3}, {}, "actor.pipeline_parallel: 3 does not divide the 2 layers"),
+        ({"tensor_parallel": 2}, {"intermediate_size": 97}, "97 MLP channels (intermediate_size)"),
+        (
+            # (5 + 2) heads of 12 rows cannot be cut into 5 equal slices.
+            {"tensor_parallel": 5},
+            {"num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 100},
+            "tensor_parallel: 5 does not fit the model's 5 attention heads",
+        ),
+        ({"pipeline_parallel": 3}, {}, "pipeline_parallel: 3 does not divide the model's 2 layers"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(layout, config, named):

@@ -165,6 +165,10 @@ def test_whatever_the_file_holds_only_recipe_errors_reach_the_user(
 
 
 CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 24,
+    "intermediate_size": 24,
+    "rms_norm_eps": 1e-5,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
@@ -196,8 +200,12 @@ def test_a_fitting_model_passes(model_recipe):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["actor.tensor_parallel=3"], "6 attention heads and 2 key-value heads; allowed: 1, 2"),
-        (["rollout.tensor_parallel=6"], "rollout.tensor_parallel: 6 does not divide"),
+        (
+            ["actor.tensor_parallel=3"],
+            "tensor_parallel: 3 does not fit the model's 6 attention heads, 2 key-value heads",
+        ),
+        (["actor.tensor_parallel=4"], "24 MLP channels (intermediate_size); allowed: 1, 2"),
+        (["rollout.tensor_parallel=3"], "rollout.tensor_parallel: 3 does not fit"),
         (["actor.pipeline_parallel=3"], "does not divide the model's 4 layers; allowed: 1, 2, 4"),
         (
             ["actor.pipeline_parallel=2", "actor.virtual_pipeline=3"],
@@ -220,7 +228,60 @@ def test_sizes_that_do_not_fit_the_model_are_refused(model_recipe, overrides, ex
     assert expected in str(caught.value)
 
 
-EXPERTS = {"num_experts": 12, "moe_intermediate_size": 10}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 18}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            {"model_type": "mistral", "sliding_window": 63},
+            "= 64 exceeds the model's sliding window of 63 tokens, which SGLang ignores in mistral",
+        ),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "max_window_layers": 3,
+            },
+            "sliding window of 16 tokens, which SGLang ignores in qwen2",
+        ),
+        (
+            {"rope_scaling": YARN | {"attention_factor": 1.0}},
+            "`attention_factor` of its yarn rope is 1.0, but SGLang computes it from `factor` "
+            "(1.13863)",
+        ),
+        (
+            {"model_type": "gpt2"},
+            "config.json cannot be used:\nconfig.json: `model_type` is 'gpt2'",
+        ),
+    ],
+)
+def test_models_that_servers_compute_differently_or_that_are_unknown_are_refused(
+    model_recipe, tmp_path, keys, expected
+):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | keys))
+    with pytest.raises(RecipeError) as caught:
+        check_model(model_recipe())
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "mistral", "sliding_window": 64},
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 16},
+        {"rope_scaling": YARN},
+    ],
+)
+def test_windows_that_no_sequence_reaches_and_derived_factors_pass(model_recipe, tmp_path, keys):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | keys))
+    assert check_model(model_recipe()) == CONFIG | keys
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 12, "moe_intermediate_size": 10}
 
 
 @pytest.mark.parametrize(
@@ -255,14 +316,14 @@ def test_layouts_that_fit_the_experts_pass(model_recipe, tmp_path):
         (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
         (
             lambda d: (d / "config.json").write_text("{}"),
-            "`num_attention_heads` must be a positive whole number, got None",
+            "config.json cannot be used:\nconfig.json: `model_type` is None",
         ),
         (lambda d: (d / "config.json").write_text("[1]"), "must hold an object, got [1]"),
         (
             lambda d: (d / "config.json").write_text(
                 json.dumps({**CONFIG, "num_attention_heads": "4"})
             ),
-            "`num_attention_heads` must be a positive whole number, got '4'",
+            "`num_attention_heads` is '4', must be a whole number above 0",
         ),
         (lambda d: (d / "model.safetensors").unlink(), "has no *.safetensors weights"),
     ],

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megatron_opo.actor.rope import attention_factor, inverse_frequencies, token_angles
+from megatron_opo.actor.rope import inverse_frequencies, token_angles
 from megatron_opo.weights.families import ROPES, read_architecture
 
 THETAS = st.one_of(st.sampled_from([1e4, 5e5, 1e6, 1_000_000, 5_000_000]), st.floats(10, 1e8))
@@ -45,7 +45,7 @@ def test_frequencies_and_factor_are_those_of_transformers_to_the_bit(rope, head_
     reference = LlamaRotaryEmbedding(config)
     ours = read_architecture(config.to_dict()).rope
     assert torch.equal(inverse_frequencies(ours, head_dim), reference.inv_freq)
-    assert attention_factor(ours) == reference.attention_scaling
+    assert ours.attention_factor == reference.attention_scaling
 
 
 def test_published_llama_frequencies_fall_into_three_bands():

@@ -37,8 +37,9 @@ from megatron_opo.actor.experts import (
     use_router,
 )
 from megatron_opo.actor.norm import RMSNorm
-from megatron_opo.actor.rope import attention_factor, inverse_frequencies, token_angles
+from megatron_opo.actor.rope import inverse_frequencies, token_angles
 from megatron_opo.errors import RecipeError
+from megatron_opo.model_fit import training_problems
 from megatron_opo.recipe import ActorConfig
 from megatron_opo.weights.families import Architecture, read_architecture
 
@@ -172,7 +173,8 @@ def transformer_config(
     architecture = read_architecture(hf_config)
     if dtype not in DTYPES:
         raise RecipeError(f"model.dtype: {dtype!r}; allowed: {', '.join(DTYPES)}")
-    _check_layout(architecture, actor)
+    if problems := training_problems(architecture, actor):
+        raise RecipeError("\n".join(problems))
     fixed = _fixed_fields(architecture, actor, DTYPES[dtype])
     _check_extra(actor.transformer_config, fixed)
     fields = {**_default_fields(actor), **fixed, **actor.transformer_config}
@@ -200,8 +202,7 @@ def _fixed_fields(
         "qk_layernorm": architecture.family.qk_norm,
         "add_qkv_bias": architecture.family.qkv_bias,
         # Queries and keys that both grow by a factor are scores that grow by its square.
-        "softmax_scale": attention_factor(architecture.rope) ** 2
-        / math.sqrt(architecture.head_dim),
+        "softmax_scale": architecture.rope.attention_factor**2 / math.sqrt(architecture.head_dim),
         "window_size": None if window is None else (window - 1, 0),
         "window_attn_skip_freq": [int(each is not None) for each in architecture.windows],
         "normalization": "RMSNorm",
@@ -248,40 +249,6 @@ def _has_fused_gradient_accumulation() -> bool:
     return torch.cuda.is_available() and (
         importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
-
-
-def _check_layout(architecture: Architecture, actor: ActorConfig) -> None:
-    problems = []
-    experts = architecture.experts
-    problems += actor.expert_problems(
-        count=experts.count if experts and experts.layers else 0,
-        channels=experts.ffn if experts else 0,
-    )
-    if experts and experts.per_token == 1 and experts.normalize:
-        problems.append(
-            "config.json: `norm_topk_prob` with `num_experts_per_tok` 1 gives every chosen expert "
-            "the weight 1, whatever the router says, so that it cannot be trained"
-        )
-    tensor, pipeline = actor.tensor_parallel, actor.pipeline_parallel
-    for size, what in (
-        (architecture.heads, "attention heads"),
-        (architecture.ffn, "MLP channels (intermediate_size)"),
-    ):
-        if size % tensor:
-            problems.append(f"actor.tensor_parallel: {tensor} does not divide the {size} {what}")
-    if architecture.kv_heads % tensor and tensor % architecture.kv_heads:
-        problems.append(
-            f"actor.tensor_parallel: {tensor} must divide the {architecture.kv_heads} key-value "
-            "heads or be a multiple of them"
-        )
-    stages = pipeline * actor.virtual_pipeline
-    if architecture.layers % stages:
-        problems.append(
-            f"actor.pipeline_parallel {pipeline} x actor.virtual_pipeline "
-            f"{actor.virtual_pipeline} does not divide the {architecture.layers} layers"
-        )
-    if problems:
-        raise RecipeError("\n".join(problems))
 
 
 def _check_extra(extra: dict[str, Any], fixed: dict[str, Any]) -> None:

@@ -18,14 +18,6 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return SCALINGS[rope.kind](tokens_per_radian, rope, head_dim)
 
 
-def attention_factor(rope: Rope) -> float:
-    """What yarn multiplies cos and sin with, so that queries and keys both grow by it; else 1."""
-    if rope.kind != "yarn":
-        return 1.0
-    given, factor = rope.values["attention_factor"], rope.values["factor"]
-    return given or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
-
-
 def token_angles(frequencies: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """[T, 1, 1, head_dim] angles of every token, its position counted within its own sequence.
 

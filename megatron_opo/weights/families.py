@@ -274,6 +274,17 @@ class Rope:
     kind: str
     values: dict[str, float]
 
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied with, so that queries and keys both grow by it."""
+        return self.values.get("attention_factor") or self.derived_attention_factor
+
+    @property
+    def derived_attention_factor(self) -> float:
+        """Of yarn (arXiv 2309.00071), where the config gives none."""
+        factor = self.values["factor"] if self.kind == "yarn" else 1.0
+        return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
 
 @dataclass(frozen=True)
 class Experts:
