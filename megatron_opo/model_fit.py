@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from megatron_opo.errors import RecipeError
+from megatron_opo.checkpoint_source import find_checkpoint
+from megatron_opo.errors import CheckpointError, RecipeError
 from megatron_opo.recipe import ActorConfig, Recipe
 from megatron_opo.weights.families import Architecture, read_architecture
 
@@ -35,6 +36,11 @@ def check_model(recipe: Recipe) -> dict:
     if not isinstance(config, dict):
         raise RecipeError(f"model.path: {config_path} must hold an object, got {config!r:.60}")
     check_sizes(recipe, config, config_path)
+    if recipe.model.megatron_checkpoint is not None:
+        try:
+            find_checkpoint(Path(recipe.model.megatron_checkpoint))
+        except CheckpointError as error:
+            raise RecipeError(f"model.megatron_checkpoint: {error}") from None
     return config
 
 

@@ -69,6 +69,10 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: str = Field(description="Hugging Face model directory (config, weights, tokenizer)")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    megatron_checkpoint: str | None = Field(
+        default=None,
+        description="start from the weights of this Megatron checkpoint (or run) instead of path's",
+    )
 
 
 class ProceduralConfig(Section):

@@ -23,6 +23,7 @@ from megatron_opo.advantages import (
 )
 from megatron_opo.advantages.truncation import shape_rewards
 from megatron_opo.batch import Group, PackedBatch, pack
+from megatron_opo.checkpoint_source import find_checkpoint
 from megatron_opo.desk import Desk, open_desk
 from megatron_opo.dynamic_sampling import draw_groups, has_signal
 from megatron_opo.model_fit import check_model
@@ -34,7 +35,7 @@ from megatron_opo.runs import latest_checkpoint
 from megatron_opo.spmd import Driver
 from megatron_opo.weights.export import export_hf
 from megatron_opo.weights.families import read_architecture
-from megatron_opo.weights.load import load_hf
+from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
 
 
@@ -50,12 +51,12 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
     desk = driver.run(lambda: open_desk(recipe, hf_config, parallel.device.type, checkpoint))
     with desk or nullcontext():
         actor = Actor(recipe, hf_config, parallel, driver)
-        load_hf(actor.modules, Path(recipe.model.path), hf_config)
+        load_start(actor)
         actor.weights_loaded()
         if checkpoint:
             load_checkpoint(actor, checkpoint)
         driver.run(lambda: desk.wait_until_ready())
-        if actor.version > 0 or recipe.rollout.urls:
+        if actor.version > 0 or recipe.rollout.urls or recipe.model.megatron_checkpoint:
             sync(actor, desk, driver)
         check_probe(actor, desk, driver)
         if recipe.eval.at_start and actor.version == 0:
@@ -101,6 +102,16 @@ def checkpoint_and_note(actor: Actor, desk: Desk, driver: Driver) -> None:
             "from there"
         )
     )
+
+
+def load_start(actor: Actor) -> None:
+    """The weights that training starts from; what servers read is always those of `model.path`."""
+    model = actor.recipe.model
+    if model.megatron_checkpoint is None:
+        load_hf(actor.modules, Path(model.path), actor.hf_config)
+    else:
+        found = find_checkpoint(Path(model.megatron_checkpoint))
+        load_megatron(actor.modules, found.checkpoint, actor.hf_config)
 
 
 def collect(desk: Desk, version: int) -> PackedBatch:

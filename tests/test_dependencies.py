@@ -10,7 +10,7 @@ ALLOWED = {
     "errors": set(),
     "environment": {"errors"},
     "recipe": {"errors"},
-    "model_fit": {"errors", "recipe", "weights"},
+    "model_fit": {"checkpoint_source", "errors", "recipe", "weights"},
     "runs": {"errors", "recipe"},
     "checkpoint_source": {"errors", "runs"},
     "convert": {"checkpoint_source", "convert_check", "errors", "weights"},
@@ -37,7 +37,7 @@ ALLOWED = {
     | {"advantages", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "stop"},
     "train": BASE
-    | {"actor", "advantages", "desk", "dynamic_sampling", "model_fit"}
+    | {"actor", "advantages", "checkpoint_source", "desk", "dynamic_sampling", "model_fit"}
     | {"observe", "on_policy", "runs", "spmd", "weights"},
 }
 ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": set()}

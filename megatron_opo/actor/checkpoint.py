@@ -21,6 +21,7 @@ from megatron_opo.errors import CheckpointError
 from megatron_opo.recipe import Recipe
 from megatron_opo.runs import CHECKPOINTS, STATE_FILE, Checkpoint, complete_checkpoints
 from megatron_opo.spmd import Driver
+from megatron_opo.weights.torch_dist import read_metadata
 
 # The form of the optimizer state that loads under any layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -84,6 +85,7 @@ def load_checkpoint(actor: Actor, checkpoint: Checkpoint) -> None:
         )
     _initialize_optimizer_state(actor)
     try:
+        read_metadata(directory)  # Megatron runs what it finds in there: only if it is harmless
         state = _sharded_state(actor, is_loading=True)
         loaded: Any = dist_checkpointing.load(state, str(directory))
         for i, module in enumerate(actor.modules):
