@@ -181,59 +181,166 @@ def test_layers_with_experts_are_those_of_transformers():
     assert architecture.parameter_count() == sum(p.numel() for p in model.parameters())
 
 
-LLAMA = BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3, "vocab_size": 128_256}
-QWEN2 = BASE | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131_072}
-QWEN3_MOE = BASE | {"model_type": "qwen3_moe", "vocab_size": 151_936, "head_dim": 128}
-EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
-
-
-def sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more) -> dict:
+def published(model_type: str, architecture: str, sizes: tuple[int, ...], **more) -> dict:
+    """A config.json as published. `sizes` are hidden, MLP, layers, heads, key-value heads,
+    vocabulary and positions; a key in `more` that is None here is a null there."""
+    hidden, ffn, layers, heads, kv_heads, vocab, positions = sizes
     return {
+        "architectures": [architecture],
+        "model_type": model_type,
         "hidden_size": hidden,
         "intermediate_size": ffn,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1",
+        "tie_word_embeddings": False,
         **more,
     }
 
 
-@pytest.mark.parametrize(
-    ("config", "parameters"),
-    [
-        (LLAMA | sizes(8192, 28_672, 80, 64, 8), 70_553_706_496),
-        (LLAMA | sizes(4096, 14_336, 32, 32, 8), 8_030_261_248),
-        (BASE | sizes(4096, 11_008, 32, 32, 32, vocab_size=32_000), 6_738_415_616),
-        (QWEN2 | sizes(3584, 18_944, 28, 28, 4, vocab_size=152_064), 7_615_616_512),
-        (QWEN2 | sizes(5120, 27_648, 64, 40, 8, vocab_size=152_064), 32_763_876_352),
-        (
-            QWEN3_MOE | EXPERTS | sizes(2048, 6144, 48, 32, 4, moe_intermediate_size=768),
-            30_532_122_624,
+def llama(*sizes: int, **more) -> dict:
+    return published(
+        "llama",
+        "LlamaForCausalLM",
+        sizes,
+        **{"bos_token_id": 128_000, "eos_token_id": 128_001, "pretraining_tp": 1}
+        | {"rms_norm_eps": 1e-5, "attention_bias": False, "attention_dropout": 0.0}
+        | more,
+    )
+
+
+def qwen2(*sizes: int, **more) -> dict:
+    return published(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        sizes,
+        **{"bos_token_id": 151_643, "eos_token_id": 151_643, "attention_dropout": 0.0}
+        | {"max_window_layers": sizes[2], "use_sliding_window": False, "rms_norm_eps": 1e-6}
+        | more,
+    )
+
+
+def qwen3(model_type: str, architecture: str, *sizes: int, **more) -> dict:
+    return published(
+        model_type,
+        architecture,
+        sizes,
+        **{"bos_token_id": 151_643, "eos_token_id": 151_645, "attention_bias": False}
+        | {"attention_dropout": 0.0, "head_dim": 128, "max_window_layers": sizes[2]}
+        | {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1_000_000}
+        | {"sliding_window": None, "use_sliding_window": False}
+        | more,
+    )
+
+
+def qwen3_moe(*sizes: int, moe_intermediate_size: int) -> dict:
+    return qwen3(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        *sizes,
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False}
+        | {"router_aux_loss_coef": 0.001, "moe_intermediate_size": moe_intermediate_size},
+    )
+
+
+def mistral(*sizes: int, **more) -> dict:
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    return published("mistral", "MistralForCausalLM", sizes, rms_norm_eps=1e-5, **ids, **more)
+
+
+LLAMA_31 = {"mlp_bias": False, "rope_scaling": LLAMA3, "rope_theta": 500_000.0}
+LLAMA_70B = (8192, 28_672, 80, 64, 8, 128_256, 131_072)
+QWEN_7B = (3584, 18_944, 28, 28, 4, 152_064)
+PUBLISHED = {
+    "Llama-2-7B": (
+        llama(
+            *(4096, 11_008, 32, 32, 32, 32_000, 4096),
+            **{"bos_token_id": 1, "eos_token_id": 2, "rope_scaling": None},
+            _name_or_path="meta-llama/Llama-2-7b-hf",
         ),
-        (
-            QWEN3_MOE | EXPERTS | sizes(4096, 12_288, 94, 64, 4, moe_intermediate_size=1536),
-            235_093_634_560,
+        6_738_415_616,
+    ),
+    "Llama-3.1-8B": (
+        llama(4096, 14_336, 32, 32, 8, 128_256, 131_072, **LLAMA_31),
+        8_030_261_248,
+    ),
+    "Llama-3.3-70B": (
+        llama(*LLAMA_70B, **LLAMA_31, head_dim=128, eos_token_id=[128_001, 128_008, 128_009]),
+        70_553_706_496,
+    ),
+    "DeepSeek-R1-Distill-Llama-70B": (
+        llama(*LLAMA_70B, **LLAMA_31, head_dim=128),
+        70_553_706_496,
+    ),
+    "DeepSeek-R1-Distill-Qwen-7B": (
+        qwen2(*QWEN_7B, 131_072, rope_theta=10_000, sliding_window=4096, use_mrope=False),
+        7_615_616_512,
+    ),
+    "DeepSeek-R1-Distill-Qwen-32B": (
+        qwen2(
+            *(5120, 27_648, 64, 40, 8, 152_064, 131_072),
+            **{"rope_theta": 1_000_000.0, "sliding_window": 131_072, "rms_norm_eps": 1e-5},
         ),
-        (
-            BASE | {"model_type": "mistral"} | sizes(4096, 14_336, 32, 32, 8, vocab_size=32_000),
-            7_241_732_096,
+        32_763_876_352,
+    ),
+    "Qwen2.5-7B": (
+        qwen2(*QWEN_7B, 131_072, rope_theta=1_000_000.0, sliding_window=131_072, use_mrope=False),
+        7_615_616_512,
+    ),
+    "Qwen2.5-Math-7B": (
+        qwen2(*QWEN_7B, 4096, rope_theta=10_000, sliding_window=4096, use_mrope=False),
+        7_615_616_512,
+    ),
+    "Qwen3-8B": (
+        qwen3("qwen3", "Qwen3ForCausalLM", 4096, 12_288, 36, 32, 8, 151_936, 40_960),
+        8_190_735_360,
+    ),
+    "Qwen3-30B-A3B": (
+        qwen3_moe(2048, 6144, 48, 32, 4, 151_936, 40_960, moe_intermediate_size=768),
+        30_532_122_624,
+    ),
+    "Qwen3-235B-A22B": (
+        qwen3_moe(4096, 12_288, 94, 64, 4, 151_936, 40_960, moe_intermediate_size=1536),
+        235_093_634_560,
+    ),
+    "Mistral-7B-v0.1": (
+        mistral(*(4096, 14_336, 32, 32, 8, 32_000, 32_768), rope_theta=1e4, sliding_window=4096),
+        7_241_732_096,
+    ),
+    "Mistral-7B-v0.3": (
+        mistral(
+            *(4096, 14_336, 32, 32, 8, 32_768, 32_768),
+            **{"rope_theta": 1e6, "sliding_window": None, "attention_dropout": 0.0},
         ),
-        (
-            BASE | sizes(576, 1536, 30, 9, 3, vocab_size=49_152, tie_word_embeddings=True),
-            134_515_008,
+        7_248_023_552,
+    ),
+    "SmolLM2-135M": (
+        llama(
+            *(576, 1536, 30, 9, 3, 49_152, 8192),
+            **{"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.041666666666666664},
+            **{"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None},
+            **{"rope_theta": 100_000, "tie_word_embeddings": True},
         ),
-    ],
-    ids=[
-        "Llama-3.3-70B",
-        "Llama-3.1-8B",
-        "Llama-2-7B",
-        "Qwen2.5-7B",
-        "Qwen2.5-32B",
-        "Qwen3-30B-A3B",
-        "Qwen3-235B-A22B",
-        "Mistral-7B",
-        "SmolLM2-135M",
-    ],
-)
-def test_published_models_have_their_published_parameter_count(config, parameters):
-    assert read_architecture(config).parameter_count() == parameters
+        134_515_008,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_understood_and_have_their_parameter_count(name):
+    config, parameters = PUBLISHED[name]
+    architecture = read_architecture(config)
+    assert architecture.parameter_count() == parameters
+    assert architecture.head_dim == (64 if "SmolLM2" in name else 128)
+    assert architecture.rope.kind == ("llama3" if config.get("rope_scaling") else "default")
+    assert architecture.rope.theta == config.get("rope_theta", 10_000)
+    window = 4096 if name == "Mistral-7B-v0.1" else None
+    assert architecture.windows == (window,) * config["num_hidden_layers"]
