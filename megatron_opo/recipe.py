@@ -349,6 +349,12 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = Field(default=0, description="steps between checkpoints; 0: at end")
     keep: PositiveInt = 2
     export_hf: bool = Field(default=True, description="write a Hugging Face model at the end")
+    export_hf_every: NonNegativeInt = Field(
+        default=0, description="steps between Hugging Face models, hf/step_N; 0: none"
+    )
+    keep_hf: PositiveInt | None = Field(
+        default=None, description="newest of them that are kept; null: all"
+    )
 
 
 class LogConfig(Section):

@@ -13,6 +13,7 @@ from megatron_opo.errors import CheckpointError
 from megatron_opo.recipe import Recipe
 
 CHECKPOINTS = "checkpoints"
+EXPORTS = "hf"
 STATE_FILE = "state.json"
 
 
@@ -37,6 +38,17 @@ def complete_checkpoints(run_path: Path) -> list[Path]:
         if (match := re.fullmatch(r"step_(\d+)", path.name)) and (path / STATE_FILE).exists()
     }
     return [steps[step] for step in sorted(steps)]
+
+
+def exports(run_path: Path) -> list[Path]:
+    """Hugging Face directories of the run, in the order they were written. One that was written
+    again, after a resume, lies beside the new one as step_N.TIME."""
+    found = [
+        path
+        for path in (run_path / EXPORTS).glob("step_*")
+        if re.fullmatch(r"step_\d+(\.\d{8}-\d{6})?", path.name) and path.is_dir()
+    ]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def latest_checkpoint(run_path: Path) -> Checkpoint | None:

@@ -5,6 +5,7 @@ cursor, servers, reward workers, log); `driver.run` is how a stage of rank 0 sta
 program. On the other ranks `desk`, and whatever a stage returns, is None, whatever its type says.
 """
 
+import shutil
 import time
 from collections import deque
 from contextlib import nullcontext
@@ -26,12 +27,13 @@ from megatron_opo.batch import Group, PackedBatch, pack
 from megatron_opo.checkpoint_source import find_checkpoint
 from megatron_opo.desk import Desk, open_desk
 from megatron_opo.dynamic_sampling import draw_groups, has_signal
+from megatron_opo.errors import CheckpointError
 from megatron_opo.model_fit import check_model
 from megatron_opo.observe.metrics import eval_metrics, rollout_metrics
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
-from megatron_opo.runs import latest_checkpoint
+from megatron_opo.runs import EXPORTS, exports, latest_checkpoint
 from megatron_opo.spmd import Driver
 from megatron_opo.weights.export import export_hf
 from megatron_opo.weights.families import read_architecture
@@ -78,11 +80,13 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
             if is_due(recipe.checkpoint.every, actor.version) or done:
                 with phase(desk, "checkpoint"):
                     save_checkpoint(actor, recipe, driver, lambda: desk.cursor.state())
+            at_end = done and recipe.checkpoint.export_hf
+            if is_due(recipe.checkpoint.export_hf_every, actor.version) and not at_end:
+                export(actor, desk, driver, required=False)
 
         driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
         if recipe.checkpoint.export_hf:
-            with phase(desk, "export"):
-                export(actor, recipe, driver)
+            export(actor, desk, driver, required=True)
     return True
 
 
@@ -234,16 +238,31 @@ def check_probe(actor: Actor, desk: Desk, driver: Driver) -> None:
     driver.run(compare)
 
 
-def export(actor: Actor, recipe: Recipe, driver: Driver) -> None:
-    """Write the policy as a Hugging Face model directory, hf/step_N of the run."""
+def export(actor: Actor, desk: Desk, driver: Driver, required: bool) -> None:
+    """Write the policy as a Hugging Face model directory, hf/step_N of the run, then drop all but
+    the newest `checkpoint.keep_hf`. Only a failure of a `required` one is an error."""
+    recipe = actor.recipe
     weights = export_hf(actor.modules, actor.hf_config, actor.dtype)
-    target = recipe.run_path / "hf" / f"step_{actor.version}"
-    if driver.is_here and target.exists():  # of a run that was resumed from before this step
-        target.rename(target.with_name(f"{target.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
-    driver.run(
-        lambda: save_hf(target, weights, source=Path(recipe.model.path)),
-        meanwhile=lambda: deque(weights, maxlen=0),
-    )
+    target = recipe.run_path / EXPORTS / f"step_{actor.version}"
+
+    def write() -> None:
+        try:
+            if target.exists():  # of a run that was resumed from before this step
+                target.rename(target.with_name(f"{target.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+            save_hf(target, weights, source=Path(recipe.model.path))
+            if recipe.checkpoint.keep_hf is not None:
+                for old in exports(recipe.run_path)[: -recipe.checkpoint.keep_hf]:
+                    shutil.rmtree(old)
+        except (CheckpointError, OSError) as error:
+            problem = f"the model of step {actor.version} was not exported: {error}"
+            if required:
+                raise CheckpointError(problem) from error
+            desk.log.warn(f"{problem}; training goes on without it")
+        finally:
+            deque(weights, maxlen=0)  # the other ranks give their parts to the end
+
+    with phase(desk, "export"):
+        driver.run(write, meanwhile=lambda: deque(weights, maxlen=0))
 
 
 def phase(desk: Desk, name: str):

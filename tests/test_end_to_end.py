@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_opo.launch import EXIT_REQUEUE
@@ -34,6 +35,7 @@ actor: {micro_batch_tokens: 1024}
 optimizer: {lr: 3e-3}
 train: {steps: 4}
 eval: {every: 0, samples_per_prompt: 2}
+checkpoint: {export_hf_every: 1, keep_hf: 2}
 """
 REWARD = """
 def share_of_a(data_source, solution_str, ground_truth, extra_info=None):
@@ -134,6 +136,17 @@ def test_the_exported_model_is_the_trained_policy(project, finished):
     assert chosen[first] != "a"
 
 
+def exported_steps(project: Path) -> list[str]:
+    return sorted(path.name for path in (project / "runs" / "letters" / "hf").iterdir())
+
+
+def test_models_are_exported_while_it_trains_and_the_newest_are_kept(project, finished):
+    assert exported_steps(project) == ["step_3", "step_4"]
+    directories = [project / "runs" / "letters" / "hf" / f"step_{i}" for i in (3, 4)]
+    third, last = (load_file(path / "model.safetensors") for path in directories)
+    assert all(not torch.equal(third[name], last[name]) for name in last)
+
+
 def test_a_finished_run_says_so_and_more_steps_continue_it(project, finished):
     again = train(project)
     assert again.returncode == 0
@@ -146,11 +159,15 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(project, finished):
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
     assert steps[4]["critic/rewards/mean"] > steps[0]["critic/rewards/mean"] + 0.3
     assert steps[4]["on_policy/logprob_gap_max"] < 1e-4
-    assert (project / "runs" / "letters" / "hf" / "step_5").is_dir()
+    assert exported_steps(project) == ["step_4", "step_5"]
 
 
 def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     project = make_project(tmp_path)
+    exports = project / "runs" / "letters" / "hf"
+    exports.mkdir(parents=True)
+    for step in (1, 2):  # no directory can take the place of a link
+        (exports / f"step_{step}").symlink_to(tmp_path / "nowhere")
     outcome = train(
         project,
         "actor.tensor_parallel=2",
@@ -163,7 +180,12 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
         "eval.at_end=false",
         "sync.transport=disk",
     )
-    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.returncode == 2, outcome.stdout
+    assert outcome.stdout.count("error: ") == 1
+    said = " ".join(outcome.stdout.split())
+    assert "warning: the model of step 1 was not exported: " in said
+    assert "error: the model of step 2 was not exported: " in said
+    assert (exports.parent / "checkpoints" / "step_2" / "state.json").exists()
     steps = read_metrics(project, "train")
     assert [record["step"] for record in steps] == [1, 2]
     for record in steps:

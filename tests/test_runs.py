@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -5,7 +6,7 @@ import pytest
 
 from megatron_opo.errors import CheckpointError
 from megatron_opo.recipe import Recipe
-from megatron_opo.runs import changed_fields, only_run
+from megatron_opo.runs import changed_fields, exports, only_run
 
 HOLD = """
 import sys
@@ -52,3 +53,16 @@ def test_a_run_directory_below_a_file_is_a_clear_error(tmp_path):
     refused = pytest.raises(CheckpointError, match=r"run_dir: .*file/run cannot be written")
     with refused, only_run(tmp_path / "file" / "run"):
         pass
+
+
+def test_exports_are_ordered_by_when_they_were_written(tmp_path):
+    """A run resumed from before step 16 writes step 12 again, which is the newest then."""
+    names = ["step_12.20260102-030405", "step_16", "step_9", "step_12"]
+    others = [".step_12.partial-7", "step_12.partial", "step_x", "other"]
+    for i, name in enumerate([*names, *others]):
+        path = tmp_path / "hf" / name
+        path.mkdir(parents=True)
+        os.utime(path, ns=(i, i))
+    (tmp_path / "hf" / "step_3").write_text("no directory")
+    assert [path.name for path in exports(tmp_path)] == names
+    assert exports(tmp_path / "nowhere") == []
