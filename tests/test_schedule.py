@@ -6,12 +6,20 @@ from megatron_opo.actor.schedule import plan_micro_batches
 lengths_strategy = st.lists(st.integers(1, 200), max_size=60)
 
 
-@given(lengths=lengths_strategy, ranks=st.integers(1, 6), cap=st.integers(1, 300))
-def test_invariants_of_the_plan(lengths, ranks, cap):
-    plan = plan_micro_batches(lengths, ranks, cap)
+@given(
+    lengths=lengths_strategy,
+    ranks=st.integers(1, 6),
+    cap=st.integers(1, 300),
+    multiple=st.integers(1, 5),
+)
+def test_invariants_of_the_plan(lengths, ranks, cap, multiple):
+    plan = plan_micro_batches(lengths, ranks, cap, multiple)
     assert len(plan) == ranks
     assert len({len(micro_batches) for micro_batches in plan}) == 1
     assert len(plan[0]) >= 1
+    assert len(plan[0]) % multiple == 0
+    # No more of them than the multiple asks for.
+    assert len(plan[0]) - len(plan_micro_batches(lengths, ranks, cap)[0]) < multiple
     placed = [i for micro_batches in plan for batch in micro_batches for i in batch]
     assert sorted(placed) == list(range(len(lengths)))
     for micro_batches in plan:

@@ -10,6 +10,7 @@ a stream of its own (experts). Each gets the CPU's answer here.
 import threading
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _thread = threading.local()
@@ -75,8 +76,41 @@ def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def _gather_rows(
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
+) -> torch.Tensor:
+    """Megatron's, also where ranks have different numbers of rows, which gloo does not gather."""
+    del use_global_buffer
+    if group.size() == 1:
+        return rows
+    sizes = sizes or [len(rows)] * group.size()
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([each[:size] for each, size in zip(gathered, sizes, strict=True)])
+
+
+def _sum_and_scatter_rows(
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
+) -> torch.Tensor:
+    """Megatron's, also into different numbers of rows, which gloo does not scatter."""
+    del use_global_buffer
+    if group.size() == 1:
+        return rows
+    total = rows.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.split(sizes or len(rows) // group.size())[group.rank()].clone()
+
+
 def _replace_functions() -> None:
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
     stream = _Stream()
@@ -90,3 +124,5 @@ def _replace_functions() -> None:
     # Experts: the dispatcher of tokens copies on a stream of its own.
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+    mappings._gather_along_first_dim = _gather_rows
+    mappings._reduce_scatter_along_first_dim = _sum_and_scatter_rows

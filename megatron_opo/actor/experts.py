@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -79,6 +80,19 @@ def layers_with_experts(config: TransformerConfig) -> list[bool]:
     if isinstance(config.moe_layer_freq, list):
         return [bool(each) for each in config.moe_layer_freq]
     return [True] * config.num_layers
+
+
+def mark_experts(model: torch.nn.Module) -> None:
+    """Say that gradients of experts are summed over the ranks that hold copies of these experts.
+
+    Megatron does so only with expert_parallel > 1, and else sums them as all others: copies that
+    tensor-parallel ranks hold (expert_tensor_parallel < tensor_parallel) would drift apart. It also
+    keeps experts in an optimizer of their own then, which checkpoints of all layouts should have.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False
 
 
 def use_router(layer: ModuleSpec) -> None:

@@ -34,6 +34,7 @@ from megatron_opo.actor.experts import (
     expert_fields,
     has_transformer_engine,
     layers_with_experts,
+    mark_experts,
     use_router,
 )
 from megatron_opo.actor.norm import RMSNorm
@@ -131,6 +132,7 @@ def _build_chunk(
     model.hf_vocab_size = architecture.vocab
     model.rotary_frequencies = inverse_frequencies(architecture.rope, architecture.head_dim)
     _mark_split_parameters(model)
+    mark_experts(model)
     return model
 
 
@@ -217,15 +219,25 @@ def _fixed_fields(
         "fp16": dtype == torch.float16,
         "tensor_model_parallel_size": actor.tensor_parallel,
         "pipeline_model_parallel_size": actor.pipeline_parallel,
-        "virtual_pipeline_model_parallel_size": (
-            actor.virtual_pipeline if actor.virtual_pipeline > 1 else None
-        ),
+        **_chunk_fields(actor),
         "sequence_parallel": actor.sequence_parallel,
         "variable_seq_lengths": True,
         "perform_initialization": False,
         # Our angles are one row per token; the fused kernel wants a table by position.
         "apply_rope_fusion": False,
         **expert_fields(architecture, actor),
+    }
+
+
+def _chunk_fields(actor: ActorConfig) -> dict[str, Any]:
+    if actor.virtual_pipeline == 1:
+        return {}
+    return {
+        "virtual_pipeline_model_parallel_size": actor.virtual_pipeline,
+        # One batch of messages both ways would mix them up where two stages are each other's
+        # neighbours on both sides.
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
     }
 
 

@@ -4,12 +4,13 @@ import heapq
 
 
 def plan_micro_batches(
-    lengths: list[int], data_parallel: int, max_tokens: int
+    lengths: list[int], data_parallel: int, max_tokens: int, multiple_of: int = 1
 ) -> list[list[list[int]]]:
     """plan[rank][micro_batch] -> indices into `lengths`.
 
     Invariants: every sequence stands in exactly one micro-batch; all ranks have the same number of
-    micro-batches, which the pipeline schedule needs; a micro-batch holds at most `max_tokens`
+    micro-batches, which the pipeline schedule needs, and it is a multiple of `multiple_of`, which
+    the interleaved schedule needs; a micro-batch holds at most `max_tokens`
     tokens, with one exception: a longer sequence has a micro-batch of its own. A micro-batch is
     empty only on a rank with fewer sequences than micro-batches. Ranks are balanced by cost, a
     sequence counting its tokens plus the quadratic part of attention.
@@ -23,6 +24,7 @@ def plan_micro_batches(
         heapq.heappush(loads, (load + _cost(lengths[i]), rank))
     plan = [_fill(sequences, lengths, max_tokens) for sequences in per_rank]
     count = max(1, *(len(bins) for bins in plan))
+    count = -(-count // multiple_of) * multiple_of
     return [_split_to(bins, lengths, count) for bins in plan]
 
 

@@ -212,11 +212,13 @@ class Actor:
 
     def _run(self, batch: PackedBatch, *, forward_only: bool) -> Scores:
         """All micro-batches of this rank; scores of the whole rollout (complete on rank 0)."""
-        parallel = self.parallel
+        parallel, actor = self.parallel, self.recipe.actor
         plan = plan_micro_batches(
             batch.sequence_lengths.tolist(),
             parallel.dp_size,
-            self.recipe.actor.micro_batch_tokens,
+            actor.micro_batch_tokens,
+            # Chunks of a stage take turns with groups of as many micro-batches as there are stages.
+            multiple_of=parallel.pp_size if actor.virtual_pipeline > 1 else 1,
         )[parallel.dp_rank]
         multiple = parallel.tp_size if self.config.sequence_parallel else 1
         micro_batches = [make_micro_batch(batch, sequences, multiple) for sequences in plan]
@@ -227,10 +229,10 @@ class Actor:
         )
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
+            data_iterator=[iter(micro_batches) for _ in self.model],
             model=list(self.model),
             num_microbatches=len(micro_batches),
-            seq_length=self.recipe.actor.micro_batch_tokens,
+            seq_length=actor.micro_batch_tokens,
             micro_batch_size=1,
             forward_only=forward_only,
         )
