@@ -10,6 +10,7 @@ from megatron_opo.plan.assumptions import EXPERT_IMBALANCE
 from megatron_opo.plan.layout import BYTES, Chunk, Layout, Model
 
 FLOAT = 4
+INDEX = 8
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,14 @@ def layer_saved(model: Model, layout: Layout, experts: bool, step: Pass) -> dict
     return saved | {"mlp": step.tokens * 5 * ffn * b}
 
 
-def _norm_bytes(width: float, step: Pass) -> float:
-    """Of one row: its input and 1 / rms; our own norm keeps the input in float32, and the
-    normalised input beside it."""
+def _norm_bytes(width: float, step: Pass, source: float | None = None) -> float:
+    """Of one row: its input and 1 / rms. Our own norm has the input in float32 and keeps the
+    normalised input beside it; `source` is the width of the tensor that a float32 input is a view
+    of, where it is one."""
     if step.engine:
         return width * step.width + FLOAT
-    return width * FLOAT + FLOAT + width * step.width
+    wide = width if source is None or step.width < FLOAT else source
+    return wide * FLOAT + FLOAT + width * step.width
 
 
 def _attention_saved(model: Model, layout: Layout, step: Pass) -> dict[str, float]:
@@ -65,17 +68,18 @@ def _attention_saved(model: Model, layout: Layout, step: Pass) -> dict[str, floa
     heads = a.heads / layout.tensor
     kv_heads = max(a.kv_heads / layout.tensor, 1)
     q, kv = heads * a.head_dim, kv_heads * a.head_dim
+    # What linear_qkv returns. With more ranks than key-value heads it is gathered from all of them.
+    gathered = layout.tensor > a.kv_heads
+    mixed = (a.heads + 2 * a.kv_heads) * a.head_dim if gathered else q + 2 * kv
     saved: dict[str, float] = {}
     if a.family.qk_norm:
-        norm = heads * _norm_bytes(a.head_dim, step) + kv_heads * _norm_bytes(a.head_dim, step)
+        norm = heads * _norm_bytes(a.head_dim, step)
+        norm += kv_heads * _norm_bytes(a.head_dim, step, source=mixed / kv_heads)
         saved["query and key norms"] = tokens * norm
     # Cosine and sine, for queries and for keys.
     saved["rotary angles"] = tokens * 4 * a.head_dim * b
     if step.engine:
-        # Values are views of what linear_qkv returned, which therefore stays whole; with more ranks
-        # than key-value heads that is gathered from all of them.
-        gathered = layout.tensor > a.kv_heads
-        mixed = (a.heads + 2 * a.kv_heads) * a.head_dim if gathered else q + 2 * kv
+        # Values are views of `mixed`, which therefore stays whole.
         saved["attention"] = tokens * (mixed + q + kv + q) * b
     else:
         saved["attention"] = tokens * 5 * q * b
@@ -89,10 +93,11 @@ def _experts_saved(model: Model, layout: Layout, step: Pass) -> dict[str, float]
     rows = rows_per_rank(step.tokens, layout)
     arriving = expert_rows(model, layout, step.tokens)
     ffn = a.experts.ffn / layout.expert_tensor
+    chosen = a.experts.per_token * (2 * INDEX + FLOAT)
     return {
-        # Logits and probabilities of all experts, in float32, and the map of the chosen ones.
-        "router": rows * a.experts.count * (2 * FLOAT + 1),
-        "tokens of experts": arriving * a.hidden * b,
+        # The chosen experts with their weights and order, and a map and weights of all.
+        "router": rows * (a.experts.count * (1 + FLOAT) + chosen),
+        "tokens of experts": arriving * (a.hidden * b + FLOAT),
         # As of a dense MLP, and the product once more before the router's weight is applied.
         "experts": arriving * 6 * ffn * b,
     }
@@ -110,13 +115,14 @@ def chunk_saved(model: Model, layout: Layout, chunk: Chunk, step: Pass) -> float
     """What one micro-batch keeps of a chunk of layers until its backward pass."""
     rows, b = rows_per_rank(step.tokens, layout), step.width
     hidden = model.architecture.hidden
-    total = step.tokens * model.architecture.head_dim * FLOAT  # rotary angles of the micro-batch
-    if chunk.has_embedding:
-        total += step.tokens * 8  # token ids
+    total = step.tokens * INDEX if chunk.has_embedding else 0.0  # token ids
     layers = chunk.end - chunk.first
     if step.recompute:
         total += layers * rows * hidden * b
+        total += step.tokens * model.architecture.head_dim * FLOAT  # rotary angles, for all layers
     else:
+        if not step.engine:
+            total += step.tokens * 2 * INDEX  # where padding goes and came from
         with_experts = sum(map(model.has_experts, range(chunk.first, chunk.end)))
         for experts, count in ((True, with_experts), (False, layers - with_experts)):
             if count:
@@ -126,24 +132,42 @@ def chunk_saved(model: Model, layout: Layout, chunk: Chunk, step: Pass) -> float
     return total + rows * hidden * b  # what the next stage was sent
 
 
-def logits_workspace(model: Model, layout: Layout, chunk_tokens: int, step: Pass) -> float:
+def logits_workspace(
+    model: Model, layout: Layout, chunk_tokens: int, temperature: float, step: Pass
+) -> float:
     """Peak of scoring a micro-batch on the last stage, beside what its layers saved."""
     hidden, b = model.architecture.hidden, step.width
-    vocabulary = model.embedding.on_rank(layout) // hidden
-    chunk = min(chunk_tokens, step.scored)
-    # Gathered from the sequence-parallel ranks; and the scored rows, with their gradient.
+    # Gathered from the sequence-parallel ranks; and the scored rows.
     gathered = step.tokens * hidden * b if layout.sequence_parallel else 0
-    scored = step.scored * hidden * b
-    logits = chunk * vocabulary
-    matrix = vocabulary * hidden
-    # Forward: logits, their exponentials, and a product of both, in float32.
-    forward = 3 * FLOAT * logits
-    # Backward: two logits in float32 and the gradient's cast; then the weight's gradient in float32
-    # beside one chunk's share of it; at the end its cast.
-    backward = matrix * FLOAT + max(
-        logits * (2 * FLOAT + b), logits * (FLOAT + b) + matrix * (b + FLOAT), matrix * b
+    vocabulary = model.embedding.on_rank(layout) // hidden
+    peak = chunked_logits_peak(
+        step.scored, hidden, vocabulary, chunk_tokens=chunk_tokens, scaled=temperature != 1, width=b
     )
-    return gathered + scored + max(forward, backward + scored)
+    return gathered + step.scored * hidden * b + peak
+
+
+def chunked_logits_peak(
+    tokens: int, hidden: int, vocabulary: int, *, chunk_tokens: int, scaled: bool, width: int
+) -> float:
+    """Peak bytes of `actor.logprobs`, forward and backward, beside its arguments.
+
+    `vocabulary` rows of the output layer, `width` bytes an element; `scaled` by a temperature that
+    is not 1.
+    """
+    logits = min(chunk_tokens, tokens) * vocabulary
+    matrix = vocabulary * hidden
+    # New logits stand beside what the chunk before left: its logits with their exponentials, in the
+    # backward pass its logits with their gradient.
+    create = 2 * FLOAT if scaled else FLOAT + (width if width < FLOAT else 0)
+    before = 1 if tokens > chunk_tokens else 0
+    forward = logits * max(3 * FLOAT, create + before * 2 * FLOAT)
+    backward = matrix * FLOAT + tokens * hidden * width
+    backward += max(
+        logits * (create + before * (FLOAT + width)),
+        logits * (2 * FLOAT + width),
+        logits * (FLOAT + width) + matrix * width,
+    )
+    return tokens * 4 * FLOAT + max(forward, backward)
 
 
 def layer_workspace(model: Model, layout: Layout, step: Pass) -> float:

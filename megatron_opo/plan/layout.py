@@ -153,8 +153,8 @@ def chunks_of(layers: int, layout: Layout, stage: int) -> list[Chunk]:
 @dataclass(frozen=True)
 class Held:
     """Elements on one rank. `parameters` as the model counts them; `buffer` with the alignment of a
-    sharded gradient buffer; `shard` is the rank's share of the buffer in the optimizer; `largest`
-    the largest single parameter."""
+    sharded gradient buffer; `shard` is the most that a rank's share of the buffer has in the
+    optimizer; `largest` the largest single parameter."""
 
     parameters: int = 0
     buffer: int = 0
@@ -217,7 +217,7 @@ def _buffered(sizes: Iterable[int], data: int, layout: Layout) -> Held:
         return Held(parameters, parameters, parameters, max(sizes))
     aligned = sum(_round_up(size, PARAMETER_ALIGNMENT) for size in sizes)
     buffer = _round_up(aligned, math.lcm(data, BUCKET_ALIGNMENT))
-    return Held(parameters, buffer, buffer // data, max(sizes))
+    return Held(parameters, buffer, min(buffer // data, parameters), max(sizes))
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -80,8 +80,12 @@ def trainer_memory(
         activations = kept * in_flight(layout, stage, micro_batches)
         workspace = layer_workspace(model, layout, step)
         if stage == layout.pipeline - 1:
-            chunk_tokens = recipe.actor.logprob_chunk_tokens
-            workspace = max(workspace, logits_workspace(model, layout, chunk_tokens, step))
+            chunk_tokens, temperature = (
+                recipe.actor.logprob_chunk_tokens,
+                recipe.rollout.temperature,
+            )
+            logits = logits_workspace(model, layout, chunk_tokens, temperature, step)
+            workspace = max(workspace, logits)
         # Autograd makes a weight's gradient in its own dtype before it is added to the buffer.
         workspace += held.largest * step.width
         reserve = TRAINER_RESERVE.value + FRAGMENTATION.value * (activations + workspace)
@@ -113,9 +117,12 @@ def pass_of(recipe: Recipe) -> Pass:
 
 
 def server_weights(model: Model, tensor: int, width: int) -> float:
-    """Bytes on one rank of a server, which splits all it can by `tensor`."""
+    """Bytes on one rank of a server, which splits all it can by `tensor`, but holds a whole
+    key-value head."""
+    a = model.architecture
     alone = Layout(tensor, 1, 1, 1, tensor, 1, False, False)
-    return held_by(model, alone, 0).parameters * width
+    repeated = max(0.0, 1 - a.kv_heads / tensor) * 2 * a.head_dim * (a.hidden + a.family.qkv_bias)
+    return (held_by(model, alone, 0).parameters + repeated * a.layers) * width
 
 
 def kv_per_token(model: Model, tensor: int, cache_dtype: str, dtype: str) -> float:

@@ -162,28 +162,12 @@ def plan_memory(
 ) -> Memory:
     """Raises RecipeError if the sizes do not divide."""
     check_sizes(recipe, config, config_path)
-    _check_experts(recipe, model)
     layout = layout_of(recipe, cluster.trainer_gpus)
     batches = micro_batches(recipe, layout, work)
     trainers = trainer_memory(model, recipe, layout, batches, cluster.colocated)
     server = server_memory(model, recipe, cluster, trainers)
     problems = _problems(recipe, cluster, layout, trainers, server)
     return Memory(layout, batches, trainers, server, problems)
-
-
-def _check_experts(recipe: Recipe, model: Model) -> None:
-    actor, experts = recipe.actor, model.architecture.experts
-    if experts is None:
-        if actor.expert_parallel > 1:
-            raise RecipeError(
-                f"actor.expert_parallel is {actor.expert_parallel} but the model has no experts"
-            )
-        return
-    if experts.count % actor.expert_parallel:
-        raise RecipeError(
-            f"actor.expert_parallel: {actor.expert_parallel} does not divide the model's "
-            f"{experts.count} experts"
-        )
 
 
 def _problems(
@@ -210,8 +194,9 @@ def _problems(
     longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
     least = longest * server.kv_per_token
     if server.kv_cache < least:
-        text = f"{gib(server.kv_cache):.1f} GiB are left for the KV cache, but one sample of full "
-        text += f"length ({longest} tokens) takes {gib(least):.1f} GiB"
+        left = max(0.0, gib(server.kv_cache))
+        text = f"{left:.1f} GiB are left for the KV cache, but one sample of full length "
+        text += f"({longest:,} tokens) takes {gib(least):.1f} GiB"
         problems.append(Problem("generate", where, least - server.kv_cache, text))
     elif server.fraction > server.allowed + 0.005:
         over = (server.fraction - server.allowed) * capacity

@@ -4,7 +4,6 @@ import dataclasses
 import sys
 from typing import Any, TextIO
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -109,9 +108,9 @@ def _print_generate_memory(console: Console, plan: Plan) -> None:
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     console.print(
         f"  cache of one server: {server.kv_tokens:,} tokens = {server.kv_tokens // longest:,} "
-        f"samples of full length ({longest:,}); mem_fraction_static may be up to "
-        f"{server.allowed:.2f}"
+        f"samples of full length ({longest:,})"
     )
+    console.print(f"  mem_fraction_static {server.fraction:.2f}; up to {server.allowed:.2f} fits")
 
 
 def _print_step(console: Console, plan: Plan) -> None:
@@ -125,7 +124,7 @@ def _print_step(console: Console, plan: Plan) -> None:
         (
             "generate",
             generate.seconds,
-            f"{generate.concurrency:.0f} samples a server on average, {generate.slots} at most; "
+            f"{generate.concurrency:.0f} samples a server (most {generate.most}); "
             f"memory busy {generate.bandwidth:.0%}, arithmetic {generate.compute:.0%}",
         ),
         (
@@ -134,7 +133,7 @@ def _print_step(console: Console, plan: Plan) -> None:
             f"{update.micro_batches} micro-batches a replica, MFU {update.mfu:.0%}, "
             f"pipeline idle {update.bubble:.0%}",
         ),
-        ("sync", plan.sync_seconds, "weights to the servers"),
+        ("sync", plan.sync_seconds, "weights from rank 0 to the servers"),
     ]
     if plan.handover_seconds:
         rows.append(("hand-over", plan.handover_seconds, "optimizer state to the host and back"))
@@ -186,8 +185,7 @@ def _print_assumptions(console: Console) -> None:
         table.add_row(each.shown, each.meaning, style="dim")
     console.print(table)
     console.print(
-        "  Peaks of GPUs and links are those of NVIDIA's data sheets. Not counted: rewards, "
-        "evaluations, checkpoints.",
+        "  Peaks are those of NVIDIA's data sheets. Not counted: rewards, evals, checkpoints.",
         style="dim",
     )
 
@@ -197,9 +195,9 @@ def _table(title: str, first: str) -> Table:
         title=title,
         title_justify="left",
         title_style="bold",
-        box=box.SIMPLE_HEAD,
+        box=None,
         padding=(0, 1),
-        show_edge=False,
+        header_style="",
     )
     table.add_column(first)
     return table

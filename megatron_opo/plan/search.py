@@ -17,7 +17,6 @@ from megatron_opo.recipe import Recipe
 SUGGESTIONS = 3
 MOST_NODES = 8  # times those that are there
 MOST_PIPELINE = 16
-MOST_TENSOR = 16
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class _Search:
         if actor.tensor_parallel > 1 and not actor.sequence_parallel:
             tensor.append(_Change({"actor.sequence_parallel": True}, 1))
         for n in _divisors(architecture.heads):
-            if actor.tensor_parallel < n <= MOST_TENSOR:
+            if actor.tensor_parallel < n <= self.cluster.gpus_per_node:
                 wider = {"actor.tensor_parallel": n, "actor.sequence_parallel": True} | free
                 if actor.sequence_parallel:
                     del wider["actor.sequence_parallel"]
@@ -179,7 +178,7 @@ class _Search:
 
     def _servers(self, now: int) -> Iterator[_Change]:
         for n in _divisors(self.model.architecture.heads):
-            if n > MOST_TENSOR:
+            if n > self.cluster.gpus_per_node:
                 continue
             most = self.cluster.server_gpus // n
             if n > now or (n == now and 0 < most < self.recipe.rollout.servers):

@@ -65,21 +65,23 @@ def workload_of(recipe: Recipe, mean_response: int | None) -> Workload:
 
 
 def micro_batches(recipe: Recipe, layout: Layout, work: Workload) -> int:
-    """Of each data-parallel rank."""
+    """Of each data-parallel rank; the interleaved schedule takes them by as many as there are
+    stages."""
     full = recipe.actor.micro_batch_tokens * FILL.value
-    return max(1, math.ceil(work.tokens / layout.data / full))
+    by = layout.pipeline if layout.virtual > 1 else 1
+    return by * max(1, math.ceil(work.tokens / layout.data / full / by))
 
 
 @dataclass(frozen=True)
 class Generate:
-    """`concurrency` is the mean number of samples that one server works on, of `slots` that it can
-    hold; `bandwidth` and `compute` are the shares of the phase that the GPU's memory and its
-    arithmetic are busy at their assumed efficiency."""
+    """`concurrency` is the mean number of samples that one server works on, `most` the largest;
+    `bandwidth` and `compute` are the shares of the phase that the GPU's memory and its arithmetic
+    are busy at their assumed efficiency."""
 
     seconds: float
     prefill_seconds: float
     steps: int
-    slots: int
+    most: int
     concurrency: float
     bandwidth: float
     compute: float
@@ -88,30 +90,34 @@ class Generate:
 def generate_time(
     model: Model, recipe: Recipe, cluster: Cluster, server: ServerMemory, work: Workload
 ) -> Generate:
-    """The slowest server's time, which all wait for."""
+    """The slowest server's time, which all wait for. A server takes as many samples at once as its
+    cache holds at their own lengths, and as the recipe lets through."""
     rollout = recipe.rollout
-    share = math.ceil(work.samples / rollout.servers)
-    slots = request_slots(recipe, server)
+    slots = request_limit(recipe)
     decode = _Decode(model, recipe, cluster.gpu, server)
-    # Longest responses last: the order is unknown, so short and long ones are mixed.
-    waiting = _interleaved(work.responses(share))
-    running: list[int] = []  # the step at which each ends
-    step, seconds, busy, busy_memory, busy_compute = 0, 0.0, 0.0, 0.0, 0.0
+    waiting = _interleaved(work.responses(math.ceil(work.samples / rollout.servers)))
+    running: list[tuple[int, int]] = []  # (step at which it ends, tokens it will have)
+    step, seconds, held, most = 0, 0.0, 0, 0
+    busy, busy_memory, busy_compute = 0.0, 0.0, 0.0
+    # Samples in flight are halfway through their responses, on average.
+    context = work.prompt_tokens + work.mean_response / 2
     while waiting or running:
         while waiting and len(running) < slots:
-            heapq.heappush(running, step + waiting.pop())
-        end = running[0]
-        steps = max(end - step, 0)
-        # Samples in flight are halfway through their responses, on average.
-        context = work.prompt_tokens + work.mean_response / 2
+            tokens = work.prompt_tokens + waiting[-1]
+            if running and held + tokens > server.kv_tokens:
+                break
+            heapq.heappush(running, (step + waiting.pop(), tokens))
+            held += tokens
+        most = max(most, len(running))
+        steps = running[0][0] - step
         memory, compute = decode.parts(len(running), context)
         seconds += steps * (max(memory, compute) + decode.overhead)
         busy += steps * len(running)
         busy_memory += steps * memory
         busy_compute += steps * compute
-        step = end
-        while running and running[0] <= step:
-            heapq.heappop(running)
+        step += steps
+        while running and running[0][0] <= step:
+            held -= heapq.heappop(running)[1]
     prompts = math.ceil(work.prompts / rollout.servers)
     prefill = forward_flops(model, [work.prompt_tokens] * prompts, prompts).forward
     prefill /= rollout.tensor_parallel * cluster.gpu.flops * MATMUL_EFFICIENCY.value
@@ -120,24 +126,18 @@ def generate_time(
         seconds=total,
         prefill_seconds=prefill,
         steps=step,
-        slots=slots,
+        most=most,
         concurrency=busy / max(step, 1),
         bandwidth=busy_memory / total,
         compute=(busy_compute + prefill) / total,
     )
 
 
-def request_slots(recipe: Recipe, server: ServerMemory) -> int:
-    """Samples that one server works on at once: what its cache holds at full length, and what the
-    recipe lets through."""
+def request_limit(recipe: Recipe) -> int:
+    """Samples that the recipe lets one server work on at once."""
     rollout = recipe.rollout
-    longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
-    limits = [
-        server.kv_tokens // longest,
-        math.ceil(rollout.max_concurrent_requests / rollout.servers),
-    ]
-    limits += [rollout.server_args.get("max_running_requests") or limits[1]]
-    return max(1, min(limits))
+    limit = max(1, rollout.max_concurrent_requests // rollout.servers)
+    return min(limit, rollout.server_args.get("max_running_requests") or limit)
 
 
 def _interleaved(lengths: list[int]) -> list[int]:
