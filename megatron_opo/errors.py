@@ -5,7 +5,9 @@ The command line prints them without a traceback; anything else is a bug and kee
 
 
 class OpoError(Exception):
-    """Base of all of them."""
+    """Base of all of them. `exit_code` 2 says that starting the same again would fail the same."""
+
+    exit_code = 2
 
 
 class RecipeError(OpoError, ValueError):
@@ -26,6 +28,8 @@ class KernelError(OpoError, ValueError):
 
 class ServerError(OpoError):
     """A rollout server that does not start, dies, or answers something unusable."""
+
+    exit_code = 1
 
 
 class OnPolicyError(OpoError):

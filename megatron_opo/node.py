@@ -20,7 +20,7 @@ from megatron_opo.rollout.server import (
     launch_servers,
     note_exit,
 )
-from megatron_opo.runs import latest_checkpoint
+from megatron_opo.runs import latest_checkpoint, only_run
 
 ATTEMPTS = "attempts.jsonl"
 BEAT_SECONDS = 2.0
@@ -76,8 +76,12 @@ def record_attempt(run_path: Path, attempt: str) -> None:
     """Note which step this start of the job begins at.
 
     Raises:
+        CheckpointError: another job is training in this directory.
         TrainingError: the two starts before it began there, too.
     """
+    # Rank 0 holds it for the whole run; asked now, before servers are started.
+    with only_run(run_path):
+        pass
     checkpoint = latest_checkpoint(run_path)
     version = checkpoint.version if checkpoint else 0
     path = run_path / ATTEMPTS

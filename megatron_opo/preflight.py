@@ -5,6 +5,7 @@ send each other a few megabytes, which finds the network that lets a handshake t
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import time
@@ -61,6 +62,12 @@ def describe_node(host: str, directory: Path, recipe_text: str) -> dict[str, Any
     problems = [f"{host}: {problem}" for problem in find_problems(facts)]
     gpus = [] if facts.gpu is None else gpu_names()
     problems += [f"{host}: {problem}" for problem in sick_gpus(len(gpus))]
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if given.isdigit() and int(given) != len(gpus):
+        problems.append(
+            f"{host}: Slurm gave this node {given} GPUs, torch sees {len(gpus)}: is its driver "
+            "loaded, is torch a CUDA build, does the container have the GPUs (--nv, pyxis)?"
+        )
     free = shutil.disk_usage(directory).free / 1e9
     if free < FREE_GB:
         problems.append(f"{host}: run_dir: {directory} has {free:.1f} GB free")

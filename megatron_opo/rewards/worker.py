@@ -182,6 +182,8 @@ def _die_with_parent(parent: int) -> None:
 
 def main(descriptor: int, parent: int) -> None:
     _die_with_parent(parent)
+    # Slurm's warning before the time limit goes to every process of a job.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     os.dup2(2, 1)  # what a function prints is for the log
     connection = socket.socket(fileno=descriptor)
     requests = connection.makefile("rb")

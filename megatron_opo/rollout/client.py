@@ -69,6 +69,7 @@ class Rollout:
         config = json.loads((Path(model.path) / "config.json").read_text())
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         self.servers = list(servers)
+        self.lost: list[Server] = []
         self.stats = RolloutStats()
         self.needs_sync = not all(server.launched for server in servers)
         self._config = rollout
@@ -201,10 +202,23 @@ class Rollout:
         self.needs_sync = False
         return stats
 
+    def drop_dead_servers(self) -> list[Server]:
+        """Go on without those that have exited; which these were.
+
+        Raises:
+            ServerError: none is left.
+        """
+        dead = [server for server in self.servers if server.exit_code is not None]
+        if len(dead) == len(self.servers):
+            raise ServerError("\n".join(server.describe_exit() for server in dead))
+        self.servers = [server for server in self.servers if server not in dead]
+        self.lost += dead
+        return dead
+
     def close(self) -> None:
         """Stop the servers that were launched; those given by URL keep running."""
         self._sync.close()
-        close_servers(self.servers)
+        close_servers([*self.servers, *self.lost])
 
     def _refuse_unknown_weights(self) -> None:
         if self.needs_sync:

@@ -26,6 +26,7 @@ def main() -> int:
     # A polite stop is sent to the whole group; the server decides when it is done.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, lambda *_: os.killpg(0, signal.SIGKILL))
     bind_to_parent(signal.SIGHUP, trainer)
     guard = os.getpid()
@@ -33,6 +34,8 @@ def main() -> int:
     def prepare() -> None:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)
+        # Slurm's warning before the time limit goes to every process of a job.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         bind_to_parent(signal.SIGKILL, guard)
 
     code = subprocess.Popen(command, preexec_fn=prepare).wait()

@@ -254,6 +254,7 @@ class WeightSync:
         self._timeout_s = timeout_s
         self._disk = disk / "weights"
         self._group: WeightGroup | None = None
+        self._members: list[str] = []
 
     async def update(self, servers: list[Server], weights: Weights, version: int) -> SyncStats:
         """Replace all weights; see `Rollout.sync`."""
@@ -285,7 +286,8 @@ class WeightSync:
     async def _by_broadcast(self, session, servers, placement, parts, expected, progress) -> None:
         # Kept only after success: a group in which a send failed may hold a stuck message.
         group, self._group = self._group, None
-        if group is None:
+        members = [server.url for server in servers]
+        if group is None or members != self._members:
             group = await join_group(session, servers, placement, self._timeout_s)
         name = group.name
         try:
@@ -299,7 +301,7 @@ class WeightSync:
             del group
             await leave_group(session, servers, name)
             raise
-        self._group = group
+        self._group, self._members = group, members
 
     async def _by_disk(self, session, servers, parts, expected, progress, version) -> None:
         # Only now, not right after the last update: a server answers when its first rank has
