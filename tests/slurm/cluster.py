@@ -278,6 +278,7 @@ class MiniCluster:
             (self.directory / f"gpu{i}").symlink_to("/dev/null")
         gpus = f"Name=gpu Type=h200 File={self.directory}/gpu[0-7]\n"
         (self.directory / "gres.conf").write_text(gpus)
+        (self.directory / "cgroup.conf").write_text(f"CgroupPlugin={_least_cgroup_plugin()}\n")
         (self.directory / "munge.key").write_bytes(os.urandom(1024))
         (self.directory / "munge.key").chmod(0o400)
 
@@ -332,6 +333,18 @@ class MiniCluster:
         """Of this process, as if it ran outside of any Slurm job."""
         foreign = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
         kept = {name: v for name, v in os.environ.items() if not name.startswith(foreign)}
-        # Debian keeps daemons in directories that a user's PATH may lack.
-        kept["PATH"] = f"{kept.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
-        return kept | {"SLURM_CONF": str(self.conf)}
+        return kept | {"PATH": _path(), "SLURM_CONF": str(self.conf)}
+
+
+def _least_cgroup_plugin() -> str:
+    """One that needs neither systemd nor any cgroup; left alone, slurmd asks for both."""
+    said = subprocess.run(
+        ["slurmd", "-V"], env=os.environ | {"PATH": _path()}, capture_output=True, text=True
+    ).stdout
+    year, month = re.findall(r"\d+", said)[:2]
+    return "disabled" if (int(year), int(month)) >= (24, 5) else "cgroup/v1"
+
+
+def _path() -> str:
+    """Debian keeps daemons in directories that a user's PATH may lack."""
+    return f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"

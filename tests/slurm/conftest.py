@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from functools import cache
 
 import pytest
 from cluster import MiniCluster
@@ -10,13 +11,17 @@ from machines import NAMESPACES
 
 COMMANDS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "setpriv")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "util-linux")
-APT_TIMEOUT_S = 240
+APT_TIMEOUT_S = 120
+
+
+def pytest_runtest_setup() -> None:
+    # Here and not in the fixture, so that pytest's summary has one line for all tests.
+    if obstacle := why_not_here():
+        pytest.skip(f"no Slurm cluster for tests: {obstacle}")
 
 
 @pytest.fixture(scope="session")
 def slurm_cluster(tmp_path_factory):
-    if obstacle := why_not_here():
-        pytest.skip(f"no Slurm cluster for tests: {obstacle}")
     with MiniCluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
@@ -28,6 +33,7 @@ def slurm(slurm_cluster):
     slurm_cluster.reset()
 
 
+@cache
 def why_not_here() -> str | None:
     """What keeps a cluster from being made here, after installing Slurm where it is missing."""
     if os.geteuid() != 0:
@@ -37,9 +43,12 @@ def why_not_here() -> str | None:
     if missing():
         return f"{', '.join(missing())} not found"
     mount = ("mount", "-t", "proc", "proc", "/proc")
-    tried = subprocess.run(["unshare", *NAMESPACES, "--fork", *mount], capture_output=True)
+    tried = subprocess.run(
+        ["unshare", *NAMESPACES, "--fork", *mount], capture_output=True, text=True
+    )
     if tried.returncode != 0:
-        return "this container may not make namespaces (docker run --privileged may)"
+        reason = tried.stderr.strip()
+        return f"this container may not make namespaces (docker run --privileged may): {reason}"
     return None
 
 
