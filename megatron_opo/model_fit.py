@@ -121,6 +121,12 @@ def _server_problems(architecture: Architecture, recipe: Recipe) -> list[str]:
             "answers would come from another policy than the one that is trained; drop it if the "
             "model was made without"
         )
+    if rope.kind == "linear" and isinstance(rope.values["factor"], int):
+        factor = rope.values["factor"]
+        problems.append(
+            f"config.json: the `factor` of its linear rope is {factor}, and SGLang does not start "
+            f"with a whole number there; write {float(factor)}"
+        )
     return problems
 
 
