@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, which import one another
 
+import convert  # noqa: E402
 import variance  # noqa: E402
 import variance_moments as moments  # noqa: E402
 import variance_policy as policies  # noqa: E402
@@ -221,3 +222,45 @@ def test_quick_results_do_not_replace_full_ones(tiny_directory):
 def test_a_missing_model_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match=r"nowhere is not a model; make it with .*nowhere"):
         run_variance("--model", str(tmp_path / "nowhere"))
+
+
+def test_conversions_are_timed_and_leave_nothing(tmp_path, monkeypatch, capsys):
+    tiny = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 160}
+    monkeypatch.setattr(convert, "CONFIG", convert.CONFIG | tiny)
+    out = tmp_path / "table.md"
+    arguments = ["--gigabytes", "0.001", "--rounds", "2", "--dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["convert.py", *arguments, "--out", str(out)])
+    exit_code = convert.main()
+    assert list(tmp_path.iterdir()) == [out]
+    text = out.read_text()
+    assert capsys.readouterr().out == text + "\n"
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    to, back = "Hugging Face -> Megatron", "Megatron -> Hugging Face"
+    copies = ["cp", "shutil.copyfile"]
+    timed = ["what", *copies, "Hugging Face, read and saved", to, back]
+    bars = ["bar", f"{to}: takes, in times of cp", f"{back}: takes, in times of cp"]
+    assert [row.removeprefix("| ") for row in rows] == timed + bars
+    assert exit_code == (1 if "MISSED" in text else 0)
+
+
+def test_the_bar_of_conversions_is_a_ratio_of_medians():
+    found = {
+        "cp": [(1.0, 0.0), (2.0, 0.0), (9.0, 0.0)],
+        convert.HF_TO_MEGATRON: [(3.0, 50.0), (2.9, 70.0), (30.0, 60.0)],
+        convert.MEGATRON_TO_HF: [(3.1, 5.0), (3.1, 5.0), (0.1, 5.0)],
+    }
+    text, met = convert.table(found, gigabytes=4.0)
+    assert not met
+    assert "| 3.00 | 1.33 | 1.50 | 70 | 3.00, 2.90, 30.00 |" in text
+    assert "takes, in times of cp | <= 1.5 | 1.50 | met |" in text
+    assert "takes, in times of cp | <= 1.5 | 1.55 | MISSED |" in text
+    assert convert.table(found | {convert.MEGATRON_TO_HF: [(3.0, 5.0)]}, gigabytes=4.0)[1]
+
+
+def test_another_model_after_the_way_to_megatron_and_back_is_no_result(tmp_path):
+    for name, content in (("a", "1"), ("b", "2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(content)
+    convert.check_equal(tmp_path / "a", tmp_path / "a")
+    with pytest.raises(SystemExit, match=r"\['model\.safetensors'\] differ"):
+        convert.check_equal(tmp_path / "a", tmp_path / "b")
