@@ -253,6 +253,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "(1.13863)",
         ),
         (
+            {"rope_scaling": {"rope_type": "linear", "factor": 4}},
+            "SGLang does not start with a whole number there; write 4.0",
+        ),
+        (
             {"model_type": "gpt2"},
             "config.json cannot be used:\nconfig.json: `model_type` is 'gpt2'",
         ),
@@ -274,6 +278,7 @@ def test_models_that_servers_compute_differently_or_that_are_unknown_are_refused
         {"model_type": "mistral", "sliding_window": None},
         {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 16},
         {"rope_scaling": YARN},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     ],
 )
 def test_windows_that_no_sequence_reaches_and_derived_factors_pass(model_recipe, tmp_path, keys):
