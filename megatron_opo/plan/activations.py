@@ -158,13 +158,14 @@ def chunked_logits_peak(
     matrix = vocabulary * hidden
     # New logits stand beside what the chunk before left: its logits with their exponentials, in the
     # backward pass its logits with their gradient.
-    create = 2 * FLOAT if scaled else FLOAT + (width if width < FLOAT else 0)
+    cast = width if width < FLOAT else 0
+    create = 2 * FLOAT if scaled else FLOAT + cast
     before = 1 if tokens > chunk_tokens else 0
     forward = logits * max(3 * FLOAT, create + before * 2 * FLOAT)
     backward = matrix * FLOAT + tokens * hidden * width
     backward += max(
         logits * (create + before * (FLOAT + width)),
-        logits * (2 * FLOAT + width),
+        logits * (2 * FLOAT + max(cast, before * width)),
         logits * (FLOAT + width) + matrix * width,
     )
     return tokens * 4 * FLOAT + max(forward, backward)

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from megatron_opo.errors import RecipeError
 from megatron_opo.plan.hardware import GPUS, NETWORKS, find_gpu, find_network
 from megatron_opo.recipe import load_recipe
 
@@ -61,6 +62,9 @@ def run(options: argparse.Namespace) -> int:
     from megatron_opo.plan.report import plan_as_dict, print_plan
     from megatron_opo.plan.search import suggest
 
+    mean = options.mean_response_tokens
+    if mean is not None and mean < 1:
+        raise RecipeError(f"--mean-response-tokens: {mean}; it must be 1 or more")
     recipe = load_recipe(options.recipe, options.overrides)
     config_path, config = find_config(recipe, options.recipe, options.model_config)
     cluster = cluster_of(
@@ -72,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         gpus_per_node=options.gpus_per_node,
         rollout_nodes=options.rollout_nodes,
     )
-    plan = make_plan(recipe, config, config_path, cluster, options.mean_response_tokens)
+    plan = make_plan(recipe, config, config_path, cluster, mean)
     suggestions = [] if plan.fits else suggest(plan, config, config_path)
     if options.json:
         print(json.dumps(plan_as_dict(plan, suggestions), indent=2))

@@ -98,25 +98,37 @@ class Model:
     def experts(self) -> int:
         return self.architecture.experts.count if self.architecture.experts else 0
 
+    @property
+    def parameters(self) -> int:
+        alone = Layout(1, 1, 1, 1, 1, 1, False, True)
+        return held_by(self, alone, 0).parameters
+
     def has_experts(self, layer: int) -> bool:
         experts = self.architecture.experts
         return experts is not None and layer in experts.layers
 
 
 def model_of(architecture: Architecture) -> Model:
-    layers: list[list[Weight]] = [[] for _ in range(architecture.layers)]
-    for row in architecture.rows():
-        if row.layer is not None and not row.expert:  # the first expert, or not an expert
-            layers[row.layer].append(_weight(architecture, row))
+    family, experts = architecture.family, architecture.experts
+
+    def weights(rows: Iterable[Row], expert: bool = False) -> tuple[Weight, ...]:
+        return tuple(_weight(architecture, row, expert) for row in rows)
+
+    common = weights((*family.attention, *family.norms))
+    dense = (*common, *weights(family.mlp))
+    sparse = (
+        (*common, *weights(family.router), *weights(family.expert, expert=True)) if experts else ()
+    )
+    with_experts = experts.layers if experts else ()
     return Model(
         architecture,
         _weight(architecture, EMBEDDING),
-        tuple(tuple(layer) for layer in layers),
+        tuple(sparse if i in with_experts else dense for i in range(architecture.layers)),
         _weight(architecture, FINAL_NORM),
     )
 
 
-def _weight(architecture: Architecture, row: Row) -> Weight:
+def _weight(architecture: Architecture, row: Row, expert: bool = False) -> Weight:
     shapes = [architecture.shape(part) for part in row.parts]
     numel = sum(math.prod(shape) for shape in shapes)
     rows = shapes[0][1] if row.split == 1 else sum(shape[0] for shape in shapes)
@@ -124,7 +136,7 @@ def _weight(architecture: Architecture, row: Row) -> Weight:
         rows=rows,
         columns=numel // rows,
         split=row.split is not None,
-        expert=row.expert is not None,
+        expert=expert,
         is_matrix=len(shapes[0]) > 1,
     )
 

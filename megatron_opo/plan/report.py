@@ -48,9 +48,9 @@ def _print_head(console: Console, plan: Plan) -> None:
         f"{escape(cluster.gpu.name)} ({escape(cluster.network.name)}), {place}"
     )
     architecture = plan.model.architecture
-    count = architecture.parameter_count()
     console.print(
-        f"model    {architecture.family.model_type}, {count:,} parameters, {recipe.model.dtype}"
+        f"model    {architecture.family.model_type}, {plan.model.parameters:,} parameters, "
+        f"{recipe.model.dtype}"
     )
     parts = [f"tensor {layout.tensor}", f"pipeline {layout.pipeline}", f"data {layout.data}"]
     if layout.virtual > 1:
@@ -172,7 +172,11 @@ def _print_verdict(console: Console, plan: Plan, suggestions: list[Suggestion]) 
             else "Nothing was found that fits, also not on more nodes."
         )
         for suggestion in suggestions:
-            more = "" if suggestion.nodes == plan.cluster.nodes else f"--nodes {suggestion.nodes} "
+            more = ""
+            if suggestion.nodes != plan.cluster.nodes:
+                more = f"--nodes {suggestion.nodes} "
+                if suggestion.rollout_nodes:
+                    more += f"--rollout-nodes {suggestion.rollout_nodes} "
             console.print(f"  {more}{' '.join(suggestion.words())}", soft_wrap=True)
 
 
@@ -222,11 +226,18 @@ def plan_as_dict(plan: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
         "recipe": plan.recipe.name,
         "fits": plan.fits,
         "problems": [dataclasses.asdict(each) for each in memory.problems],
-        "suggestions": [{"nodes": each.nodes, "overrides": each.words()} for each in suggestions],
+        "suggestions": [
+            {
+                "nodes": each.nodes,
+                "rollout_nodes": each.rollout_nodes,
+                "overrides": each.words(),
+            }
+            for each in suggestions
+        ],
         "cluster": dataclasses.asdict(plan.cluster) | {"colocated": plan.cluster.colocated},
         "model": {
             "type": architecture.family.model_type,
-            "parameters": architecture.parameter_count(),
+            "parameters": plan.model.parameters,
         },
         "layout": dataclasses.asdict(memory.layout),
         "memory": {"update": trainers, "generate": server, "host": plan.host_memory},

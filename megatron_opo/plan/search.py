@@ -21,11 +21,12 @@ MOST_PIPELINE = 16
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Overrides of the recipe that fit on `nodes` nodes; `cost` grows with the size of the
-    change."""
+    """Overrides of the recipe that fit on `nodes` nodes, `rollout_nodes` of them for servers alone;
+    `cost` grows with the size of the change."""
 
     overrides: dict[str, Any]
     nodes: int
+    rollout_nodes: int
     cost: int
 
     def words(self) -> list[str]:
@@ -97,7 +98,8 @@ class _Search:
             fitting = self._fitting(overrides)
             if fitting is not None:
                 accepted.append(overrides)
-                found.append(Suggestion(fitting, self.cluster.nodes, cost))
+                cluster = self.cluster
+                found.append(Suggestion(fitting, cluster.nodes, cluster.rollout_nodes, cost))
                 if len(found) == SUGGESTIONS:
                     break
         return found

@@ -265,7 +265,7 @@ def _data_seconds(model: Model, recipe: Recipe, cluster: Cluster, layout: Layout
 
 def sync_time(model: Model, recipe: Recipe, cluster: Cluster) -> float:
     """Rank 0 gathers every weight and broadcasts it to the servers."""
-    size = model.architecture.parameter_count() * BYTES[recipe.model.dtype]
+    size = model.parameters * BYTES[recipe.model.dtype]
     gather = cluster.link(cluster.trainer_gpus)
     send = cluster.link(cluster.gpus)
     return size * (1 / gather + 1 / send) / LINK_EFFICIENCY.value
