@@ -33,6 +33,7 @@ DTYPES: dict[str, torch.dtype | None] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+BUFFER_BYTES = 2**28
 LINE_EVERY_S = 10.0
 EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
@@ -91,6 +92,7 @@ def megatron_to_hf(
             hf_tensors(checkpoint, dtype),
             source=model,
             max_shard_bytes=max_shard_bytes,
+            buffer_bytes=BUFFER_BYTES,
             on_progress=on_progress,
         )
     print(f"wrote {target}: a Hugging Face model in {_name(dtype)}", flush=True)

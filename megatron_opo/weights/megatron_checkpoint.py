@@ -132,6 +132,8 @@ class MegatronCheckpoint:
             reader.read_data(LoadPlan(items), _Into(target))
         # What torch raises for damaged data is not told apart.
         except Exception as error:
+            if "can't allocate memory" in str(error):
+                raise
             files = {self.metadata.storage_data[item.storage_index].relative_path for item in items}
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise WeightError(
@@ -227,7 +229,7 @@ def open_megatron(directory: Path, architecture: Architecture) -> MegatronCheckp
 def names_of(row: Row) -> list[str]:
     """A parameter's names in checkpoints, before layers are stacked: with an expert's number left
     out, and norms first as Megatron saves them where the next linear layer owns them."""
-    name = re.sub(r"local_experts\.\d+\.", "", row.megatron)
+    name = re.sub(r"local_experts\.\d+\.", "experts.", row.megatron)
     for fused, separate in FUSED_NORMS.items():
         if name.endswith("." + separate):
             return [name.removesuffix(separate) + fused, name]

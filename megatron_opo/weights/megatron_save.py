@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -267,7 +267,7 @@ class _Writer:
             while (chunk := self._next()) is not None:
                 tensor = self._read(chunk)
                 start = file.tell()
-                torch.save(tensor, file)
+                _save(tensor, file)
                 file.flush()
                 size = file.tell() - start
                 # The disk begins to work now, and not only when the whole file is flushed.
@@ -310,6 +310,16 @@ class _Writer:
                 f"{self._checkpoint.directory}: config.json says tie_word_embeddings, but `{head}` "
                 f"differs from `{EMBEDDING.parts[0].name}`; set it to false, or remove the head"
             )
+
+
+def _save(tensor: torch.Tensor, file: IO[bytes]) -> None:
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        # What went wrong in writing is hidden behind what then goes wrong in closing.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _write_metadata(
