@@ -125,9 +125,9 @@ def test_jobs_of_a_lost_node_are_requeued(slurm, submit):
 
 def test_scancel_leaves_no_process(slurm, submit):
     job = submit("srun bash -c 'sleep 301 & sleep 302 & wait'\n", "--nodes=3")
-    slurm.wait_processes(job, "n3")
+    for node in slurm.nodes:
+        slurm.wait_processes(job, node)
     running = slurm.processes(job)
-    assert {process.machine for process in running} == {"n1", "n2", "n3"}
     slurm.scancel(job)
     slurm.wait(job, "CANCELLED")
     assert slurm.processes(job) == []
