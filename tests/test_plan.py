@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from megatron_opo.actor.logprobs import token_logprobs
+from megatron_opo.cluster import lay_out
 from megatron_opo.errors import RecipeError
 from megatron_opo.plan import activations, planner
 from megatron_opo.plan.flops import forward_flops
@@ -305,6 +306,7 @@ def test_recipes_for_clusters_fit_on_80_and_on_141_gb(name, gpu):
     assert made.fits, made.memory.problems
     nodes = {"opo_7b": 1, "opo_32b": 4, "opo_70b": 16, "opo_moe_30b_a3b": 2}
     assert (made.cluster.nodes, made.cluster.gpus_per_node) == (nodes[name], 8)
+    assert lay_out(made.recipe, nodes[name], 8).world_size == 8 * nodes[name]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +338,13 @@ def test_what_recipes_say_of_141_gb_is_so(name, overrides, nodes):
         ("opo_7b", ["rollout.servers=16"], "h100", {"nodes": 1}),
         ("opo_70b", ["actor.recompute=none"], "a100-80", {}),
         ("opo_70b", ["actor.pipeline_parallel=1"], "h100", {"nodes": 2}),
-        ("opo_70b", ["rollout.tensor_parallel=1"], "h200", {"nodes": 16, "rollout_nodes": 4}),
+        ("opo_70b", ["rollout.tensor_parallel=1", "rollout.nodes=4"], "h200", {"nodes": 16}),
+        (
+            "opo_70b",
+            ["rollout.nodes=1", "rollout.servers=1", "actor.pipeline_parallel=1"],
+            "h100",
+            {"nodes": 2},
+        ),
         ("opo_moe_30b_a3b", ["actor.expert_parallel=1"], "h100", {"nodes": 2}),
     ],
 )
@@ -351,12 +359,18 @@ def test_advice_for_a_recipe_that_does_not_fit_makes_it_fit(name, overrides, gpu
             apply(made.recipe, each.overrides),
             config,
             config_path,
-            replace(made.cluster, nodes=each.nodes, rollout_nodes=each.rollout_nodes),
+            planner.cluster_of(
+                apply(made.recipe, each.overrides),
+                made.cluster.gpu,
+                made.cluster.network,
+                nodes=each.nodes,
+            ),
         )
         assert changed.fits, changed.memory.problems
-        # As a user would give it on the command line.
-        nodes = {"nodes": each.nodes, "rollout_nodes": each.rollout_nodes}
-        assert plan(name, [*overrides, *each.words()], gpu, **nodes)[0].fits
+        # As a user would give it on the command line, and for the launchers of a job.
+        again, _, _ = plan(name, [*overrides, *each.words()], gpu, nodes=each.nodes)
+        assert again.fits
+        assert lay_out(again.recipe, each.nodes, 8).world_size == again.cluster.trainer_gpus
 
 
 def test_the_smallest_advice_changes_one_thing():
@@ -485,7 +499,6 @@ def test_the_command_shows_one_screen_and_exits_by_what_it_found():
     assert told["fits"] is False
     assert told["suggestions"][0] == {
         "nodes": 16,
-        "rollout_nodes": 0,
         "overrides": ["actor.recompute=full"],
     }
     stage = told["memory"]["update"][0]
@@ -502,9 +515,11 @@ def test_the_command_shows_one_screen_and_exits_by_what_it_found():
         (["--gpu", "h300"], "--gpu: 'h300' is not known; allowed: a100-80, h100"),
         (["--network", "fast"], "--network: 'fast' is not known; allowed: ib-ndr"),
         (["--gpu-memory-gb", "-1"], "--gpu-memory-gb: -1 is not a size"),
-        (["--gpus", "0"], "--gpus is 0"),
-        (["--gpus", "8", "--nodes", "1"], "give --gpus or --nodes, not both"),
-        (["--nodes", "2", "--rollout-nodes", "2"], "do not make a cluster"),
+        (["--gpus", "0"], "--gpus: 0; it must be 1 or more"),
+        (["--gpus", "12"], "--gpus: 12 are not whole nodes of 8"),
+        (["--gpus", "8", "--nodes", "1"], "--gpus and --nodes: give one of them"),
+        (["--nodes", "2", "rollout.nodes=2"], "rollout.nodes: 2 of 2 nodes are for servers alone"),
+        (["rollout.urls=[http://host:1]"], "rollout.urls names servers that run somewhere else"),
         (["--gpus", "7"], "7 trainer GPUs do not fit actor.tensor_parallel 2"),
         (["model.path=models/none"], "no config of the model: looked for models/none/config.json"),
         (["--model-config", "nowhere.json"], "looked for nowhere.json"),

@@ -10,7 +10,6 @@ class Assumption:
     value: float
     shown: str
     meaning: str
-    source: str = "assumed"
 
 
 TRAINER_RESERVE = Assumption(

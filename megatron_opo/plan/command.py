@@ -33,13 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, help="default: the fewest that hold the recipe")
     parser.add_argument("--gpus-per-node", type=int, help="default: 8")
-    parser.add_argument("--gpus", type=int, metavar="N", help="of all nodes together")
-    parser.add_argument(
-        "--rollout-nodes",
-        type=int,
-        default=0,
-        help="nodes for servers alone; 0 (default): servers share the trainers' GPUs",
-    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="instead of --nodes")
     parser.add_argument(
         "--mean-response-tokens",
         type=int,
@@ -74,7 +68,6 @@ def run(options: argparse.Namespace) -> int:
         gpus=options.gpus,
         nodes=options.nodes,
         gpus_per_node=options.gpus_per_node,
-        rollout_nodes=options.rollout_nodes,
     )
     plan = make_plan(recipe, config, config_path, cluster, mean)
     suggestions = [] if plan.fits else suggest(plan, config, config_path)

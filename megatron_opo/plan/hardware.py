@@ -73,8 +73,8 @@ class Cluster:
         return (self.nodes - self.rollout_nodes) * self.gpus_per_node
 
     @property
-    def server_gpus(self) -> int:
-        return self.gpus if self.colocated else self.rollout_nodes * self.gpus_per_node
+    def server_nodes(self) -> int:
+        return self.rollout_nodes or self.nodes
 
     def link(self, ranks: int) -> float:
         """Bytes a second between neighbours of a group of so many consecutive ranks."""

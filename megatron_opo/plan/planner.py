@@ -120,36 +120,50 @@ def cluster_of(
     gpus: int | None = None,
     nodes: int | None = None,
     gpus_per_node: int | None = None,
-    rollout_nodes: int = 0,
 ) -> Cluster:
     """A cluster of the given size; without one, the smallest that holds the recipe's replicas and
-    servers, in whole nodes.
+    servers. `rollout.nodes` of its nodes are for servers alone.
 
     Raises:
-        RecipeError: sizes that contradict each other.
+        RecipeError: sizes that contradict each other, or servers that run elsewhere.
     """
     per_node = gpus_per_node or DEFAULT_GPUS_PER_NODE
-    if gpus is not None and nodes is not None:
-        raise RecipeError("give --gpus or --nodes, not both")
-    serving = recipe.rollout.servers * recipe.rollout.tensor_parallel
-    if gpus is None and nodes is None:
-        replicas = recipe.actor.data_parallel or 1
-        training = max(recipe.actor.smallest_world, recipe.model_parallel_size * replicas)
-        gpus = training + rollout_nodes * per_node if rollout_nodes else max(training, serving)
-    if nodes is None:
-        assert gpus is not None
-        if gpus < 1:
-            raise RecipeError(f"--gpus is {gpus}; it must be 1 or more")
-        per_node = min(per_node, gpus)
-        nodes = -(-gpus // per_node)
-        if gpus_per_node is None and gpus % per_node:
-            nodes, per_node = 1, gpus
-    if nodes < 1 or per_node < 1 or not 0 <= rollout_nodes < nodes:
+    apart = recipe.rollout.nodes
+    if recipe.rollout.urls:
         raise RecipeError(
-            f"--nodes {nodes}, --gpus-per-node {per_node} and --rollout-nodes {rollout_nodes} do "
-            "not make a cluster: it needs GPUs, and trainer nodes beside those of the servers"
+            "rollout.urls names servers that run somewhere else, which cannot be planned for: plan "
+            "with rollout.urls=[] and the number of servers in rollout.servers"
         )
-    return Cluster(gpu, network, nodes, per_node, rollout_nodes)
+    for option, size in (("gpus", gpus), ("nodes", nodes), ("gpus-per-node", gpus_per_node)):
+        if size is not None and size < 1:
+            raise RecipeError(f"--{option}: {size}; it must be 1 or more")
+    if gpus is not None and nodes is not None:
+        raise RecipeError("--gpus and --nodes: give one of them")
+    if nodes is None:
+        needed = _needed_gpus(recipe, per_node) if gpus is None else gpus
+        per_node = min(per_node, needed)
+        if gpus is not None and gpus % per_node:
+            raise RecipeError(f"--gpus: {gpus} are not whole nodes of {per_node} (--gpus-per-node)")
+        nodes = -(-needed // per_node)
+    if apart >= nodes:
+        raise RecipeError(
+            f"rollout.nodes: {apart} of {nodes} nodes are for servers alone, which leaves none to "
+            "train: give more --nodes or lower it"
+        )
+    return Cluster(gpu, network, nodes, per_node, apart)
+
+
+def _needed_gpus(recipe: Recipe, per_node: int) -> int:
+    rollout = recipe.rollout
+    replicas = recipe.model_parallel_size * (recipe.actor.data_parallel or 1)
+    training = max(recipe.actor.smallest_world, replicas)
+    if rollout.nodes:
+        return _round_up(training, per_node) + rollout.nodes * per_node
+    return max(training, rollout.servers * rollout.tensor_parallel)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def plan_memory(
@@ -185,11 +199,9 @@ def _problems(
             where = _stage_name(layout, stage.stage)
             text = f"needs {gib(stage.total):.1f} GiB of {gib(capacity):.1f}"
             problems.append(Problem("update", where, over, text))
-    wanted = rollout.servers * rollout.tensor_parallel
     where = f"a server of {rollout.tensor_parallel} GPUs"
-    if wanted > cluster.server_gpus:
-        text = f"rollout.servers {rollout.servers} x rollout.tensor_parallel "
-        text += f"{rollout.tensor_parallel} need {wanted} GPUs of {cluster.server_gpus}"
+    text = _server_places(recipe, cluster)
+    if text:
         problems.append(Problem("generate", "the servers", 0.0, text))
     longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
     least = longest * server.kv_per_token
@@ -206,6 +218,20 @@ def _problems(
         text += f"trainer beside it leaves {server.allowed:.2f}"
         problems.append(Problem("generate", where, over, text, fraction_only=True))
     return problems
+
+
+def _server_places(recipe: Recipe, cluster: Cluster) -> str:
+    """Why the servers cannot stand on the nodes, or nothing."""
+    rollout, hosts = recipe.rollout, cluster.server_nodes
+    if rollout.servers % hosts:
+        return f"rollout.servers: {rollout.servers} do not spread evenly over {hosts} nodes"
+    wanted = rollout.servers // hosts * rollout.tensor_parallel
+    if wanted > cluster.gpus_per_node:
+        return (
+            f"rollout.servers: {rollout.servers // hosts} on each node x rollout.tensor_parallel "
+            f"{rollout.tensor_parallel} need {wanted} GPUs, a node has {cluster.gpus_per_node}"
+        )
+    return ""
 
 
 def _stage_name(layout: Layout, stage: int) -> str:

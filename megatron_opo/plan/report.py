@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_opo.plan import assumptions
-from megatron_opo.plan.hardware import GIB
+from megatron_opo.plan.hardware import GIB, Cluster
 from megatron_opo.plan.memory import TrainerMemory
 from megatron_opo.plan.planner import Plan
 from megatron_opo.plan.search import Suggestion
@@ -34,7 +34,7 @@ def print_plan(plan: Plan, suggestions: list[Suggestion], file: TextIO = sys.std
     _print_generate_memory(console, plan)
     _print_step(console, plan)
     _print_verdict(console, plan, suggestions)
-    _print_assumptions(console)
+    _print_assumptions(console, plan.cluster)
 
 
 def _print_head(console: Console, plan: Plan) -> None:
@@ -60,10 +60,14 @@ def _print_head(console: Console, plan: Plan) -> None:
     if layout.sequence_parallel:
         parts.append("sequence parallel")
     parts.append(f"recompute {actor.recompute}")
+    console.print(f"trainer  {', '.join(parts)}")
     console.print(
-        f"trainer  {', '.join(parts)}, micro-batches of {actor.micro_batch_tokens} tokens"
+        f"         micro-batches of {actor.micro_batch_tokens:,} tokens; servers: "
+        f"{rollout.servers} of {rollout.tensor_parallel} GPUs"
     )
-    console.print(f"servers  {rollout.servers} of {rollout.tensor_parallel} GPUs")
+    if actor.transformer_config:
+        names = ", ".join(actor.transformer_config)
+        console.print(f"         not planned for: actor.transformer_config ({escape(names)})")
 
 
 def shown_stages(stages: list[TrainerMemory]) -> list[TrainerMemory]:
@@ -172,15 +176,11 @@ def _print_verdict(console: Console, plan: Plan, suggestions: list[Suggestion]) 
             else "Nothing was found that fits, also not on more nodes."
         )
         for suggestion in suggestions:
-            more = ""
-            if suggestion.nodes != plan.cluster.nodes:
-                more = f"--nodes {suggestion.nodes} "
-                if suggestion.rollout_nodes:
-                    more += f"--rollout-nodes {suggestion.rollout_nodes} "
+            more = "" if suggestion.nodes == plan.cluster.nodes else f"--nodes {suggestion.nodes} "
             console.print(f"  {more}{' '.join(suggestion.words())}", soft_wrap=True)
 
 
-def _print_assumptions(console: Console) -> None:
+def _print_assumptions(console: Console, cluster: Cluster) -> None:
     console.print("\nAssumed, not known:", style="dim")
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(justify="right", no_wrap=True)
@@ -188,8 +188,12 @@ def _print_assumptions(console: Console) -> None:
     for each in assumptions.ALL:
         table.add_row(each.shown, each.meaning, style="dim")
     console.print(table)
+    gpu, network = cluster.gpu, cluster.network
     console.print(
-        "  Peaks are those of NVIDIA's data sheets. Not counted: rewards, evals, checkpoints.",
+        f"Published: {gpu.flops / 1e12:,.0f} TFLOP/s dense bf16, memory {gpu.bandwidth / 1e9:,.0f} "
+        f"GB/s, in a node {gpu.node_link / 1e9:,.0f} GB/s,\nbetween nodes {network.link / 1e9:g} GB/s "
+        "a GPU. Outside the KV cache servers leave what SGLang's own rule says.\n"
+        "Not counted: rewards, evaluations, checkpoints.",
         style="dim",
     )
 
@@ -226,14 +230,7 @@ def plan_as_dict(plan: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
         "recipe": plan.recipe.name,
         "fits": plan.fits,
         "problems": [dataclasses.asdict(each) for each in memory.problems],
-        "suggestions": [
-            {
-                "nodes": each.nodes,
-                "rollout_nodes": each.rollout_nodes,
-                "overrides": each.words(),
-            }
-            for each in suggestions
-        ],
+        "suggestions": [{"nodes": each.nodes, "overrides": each.words()} for each in suggestions],
         "cluster": dataclasses.asdict(plan.cluster) | {"colocated": plan.cluster.colocated},
         "model": {
             "type": architecture.family.model_type,

@@ -16,17 +16,16 @@ from megatron_opo.recipe import Recipe
 
 SUGGESTIONS = 3
 MOST_NODES = 8  # times those that are there
-MOST_PIPELINE = 16
+MOST_RANKS = 64  # of one parallel group
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Overrides of the recipe that fit on `nodes` nodes, `rollout_nodes` of them for servers alone;
-    `cost` grows with the size of the change."""
+    """Overrides of the recipe that fit on `nodes` nodes; `cost` grows with the size of the
+    change."""
 
     overrides: dict[str, Any]
     nodes: int
-    rollout_nodes: int
     cost: int
 
     def words(self) -> list[str]:
@@ -45,17 +44,16 @@ NOTHING = _Change({}, 0)
 def suggest(plan: Plan, config: dict[str, Any], config_path: Path) -> list[Suggestion]:
     """The smallest changes first, none of them an extension of another; on more nodes only if
     nothing else helps. Empty if nothing was found."""
-    nodes = plan.cluster.nodes
-    while nodes <= plan.cluster.nodes * MOST_NODES:
-        cluster = replace(plan.cluster, nodes=nodes)
-        if not cluster.colocated:
-            share = plan.cluster.rollout_nodes / plan.cluster.nodes
-            cluster = replace(cluster, rollout_nodes=round(nodes * share))
-        search = _Search(plan.recipe, config, config_path, plan.model, cluster, plan.work)
-        found = search.run()
+    times = 1
+    while times <= MOST_NODES:
+        apart = plan.cluster.rollout_nodes * times
+        cluster = replace(plan.cluster, nodes=plan.cluster.nodes * times, rollout_nodes=apart)
+        base = {"rollout.nodes": apart} if apart and times > 1 else {}
+        recipe = apply(plan.recipe, base)
+        found = _Search(recipe, base, config, config_path, plan.model, cluster, plan.work).run()
         if found:
             return found
-        nodes *= 2
+        times *= 2
     return []
 
 
@@ -77,6 +75,7 @@ def apply(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
 @dataclass(frozen=True)
 class _Search:
     recipe: Recipe
+    base: dict[str, Any]
     config: dict[str, Any]
     config_path: Path
     model: Model
@@ -98,8 +97,7 @@ class _Search:
             fitting = self._fitting(overrides)
             if fitting is not None:
                 accepted.append(overrides)
-                cluster = self.cluster
-                found.append(Suggestion(fitting, cluster.nodes, cluster.rollout_nodes, cost))
+                found.append(Suggestion(self.base | fitting, self.cluster.nodes, cost))
                 if len(found) == SUGGESTIONS:
                     break
         return found
@@ -128,48 +126,16 @@ class _Search:
 
     def _axes(self) -> Iterator[list[_Change]]:
         """For each field that matters: leave it, or one of the values that need less memory."""
-        actor, rollout = self.recipe.actor, self.recipe.rollout
-        cheap = [NOTHING]
-        if actor.recompute == "none":
-            cheap.append(_Change({"actor.recompute": "full"}, 1))
-        yield cheap
-        yield [NOTHING, *self._micro_batches()]
-        yield [NOTHING, *self._servers(rollout.tensor_parallel)]
-        free = {} if actor.data_parallel is None else {"actor.data_parallel": None}
-        architecture = self.model.architecture
-        if architecture.experts is not None:
-            yield [
-                NOTHING,
-                *(
-                    _Change(
-                        {"actor.expert_parallel": n} | free,
-                        2 * _doublings(n, actor.expert_parallel),
-                    )
-                    for n in _divisors(architecture.experts.count)
-                    if n > actor.expert_parallel
-                ),
-            ]
-        tensor = [NOTHING]
-        if actor.tensor_parallel > 1 and not actor.sequence_parallel:
-            tensor.append(_Change({"actor.sequence_parallel": True}, 1))
-        for n in _divisors(architecture.heads):
-            if actor.tensor_parallel < n <= self.cluster.gpus_per_node:
-                wider = {"actor.tensor_parallel": n, "actor.sequence_parallel": True} | free
-                if actor.sequence_parallel:
-                    del wider["actor.sequence_parallel"]
-                tensor.append(_Change(wider, 3 * _doublings(n, actor.tensor_parallel)))
-        yield tensor
-        yield [
-            NOTHING,
-            *(
-                _Change(
-                    {"actor.pipeline_parallel": n} | free,
-                    3 * _doublings(n, actor.pipeline_parallel),
-                )
-                for n in _divisors(architecture.layers)
-                if actor.pipeline_parallel < n <= MOST_PIPELINE
-            ),
-        ]
+        actor, architecture = self.recipe.actor, self.model.architecture
+        for changes in (
+            [_Change({"actor.recompute": "full"}, 1)] if actor.recompute == "none" else [],
+            self._micro_batches(),
+            self._servers(),
+            self._tensor(),
+            self._wider("actor.expert_parallel", actor.expert_parallel, self.model.experts, 2),
+            self._wider("actor.pipeline_parallel", actor.pipeline_parallel, architecture.layers, 3),
+        ):
+            yield [NOTHING, *changes]
 
     def _micro_batches(self) -> Iterator[_Change]:
         longest = self.recipe.data.max_prompt_tokens + self.recipe.rollout.max_response_tokens
@@ -178,16 +144,37 @@ class _Search:
             tokens, cost = max(tokens // 2, longest), cost + 1
             yield _Change({"actor.micro_batch_tokens": tokens}, cost)
 
-    def _servers(self, now: int) -> Iterator[_Change]:
-        for n in _divisors(self.model.architecture.heads):
-            if n > self.cluster.gpus_per_node:
+    def _servers(self) -> Iterator[_Change]:
+        """As many servers as before where their nodes hold them, else as many as there is room."""
+        rollout, hosts = self.recipe.rollout, self.cluster.server_nodes
+        now = rollout.tensor_parallel
+        for tensor in _divisors(self.model.architecture.heads):
+            most = self.cluster.gpus_per_node // tensor * hosts
+            if tensor < now or most == 0:
                 continue
-            most = self.cluster.server_gpus // n
-            if n > now or (n == now and 0 < most < self.recipe.rollout.servers):
-                change: dict[str, Any] = {} if n == now else {"rollout.tensor_parallel": n}
-                if self.recipe.rollout.servers > most > 0:
-                    change["rollout.servers"] = most
-                yield _Change(change, 1 + 2 * _doublings(n, now))
+            change: dict[str, Any] = {} if tensor == now else {"rollout.tensor_parallel": tensor}
+            if rollout.servers % hosts or rollout.servers > most:
+                change["rollout.servers"] = most
+            if change:
+                yield _Change(change, 1 + 2 * _doublings(tensor, now))
+
+    def _tensor(self) -> Iterator[_Change]:
+        actor = self.recipe.actor
+        parallel = {} if actor.sequence_parallel else {"actor.sequence_parallel": True}
+        if actor.tensor_parallel > 1 and parallel:
+            yield _Change(parallel, 1)
+        heads = self.model.architecture.heads
+        for wider in self._wider("actor.tensor_parallel", actor.tensor_parallel, heads, 3):
+            # Over the network it would be slow.
+            if wider.overrides["actor.tensor_parallel"] <= self.cluster.gpus_per_node:
+                yield _Change(wider.overrides | parallel, wider.cost)
+
+    def _wider(self, field: str, now: int, divides: int, cost: int) -> Iterator[_Change]:
+        """Larger sizes of a parallel group; replicas are as many as GPUs are left for."""
+        free = {} if self.recipe.actor.data_parallel is None else {"actor.data_parallel": None}
+        for size in _divisors(divides):
+            if now < size <= MOST_RANKS:
+                yield _Change({field: size} | free, cost * _doublings(size, now))
 
 
 def _divisors(number: int) -> list[int]:
