@@ -84,6 +84,14 @@ def training_problems(architecture: Architecture, actor: ActorConfig) -> list[st
             "config.json: `norm_topk_prob` with `num_experts_per_tok` 1 gives every chosen expert "
             "the weight 1, whatever the router says, so that it cannot be trained"
         )
+    chunk = max(1, layers // (pipeline * actor.virtual_pipeline))
+    with_experts = {i // chunk % pipeline for i in experts.layers} if experts else set()
+    without = sorted({*range(pipeline)} - with_experts)
+    if with_experts and without:
+        problems.append(
+            f"actor.pipeline_parallel: {pipeline} leaves stage {without[0]} no layer with experts, "
+            "of which checkpoints need one on each stage; lower it, or raise virtual_pipeline"
+        )
     return problems
 
 
@@ -113,6 +121,17 @@ def _server_problems(architecture: Architecture, recipe: Recipe) -> list[str]:
         problems.append(
             f"rollout.tensor_parallel: {size} does not divide the {experts.ffn} channels of an "
             "expert (moe_intermediate_size)"
+        )
+    if experts and len(experts.layers) < architecture.layers:
+        problems.append(
+            f"config.json: only layers {', '.join(map(str, experts.layers))} have experts "
+            "(`mlp_only_layers`, `decoder_sparse_step`), but SGLang gives them to all: it would "
+            "sample from random weights"
+        )
+    if experts and architecture.tied:
+        problems.append(
+            "config.json: `tie_word_embeddings` is true, but SGLang gives a model with experts a "
+            "head of its own, which nothing would fill; save the model untied"
         )
     if rope.attention_factor != rope.derived_attention_factor:
         problems.append(

@@ -4,16 +4,20 @@ SGLang answers /weights_checker with one 64-bit hash per parameter and tensor-pa
 over the bytes as they lie in its memory. Its parameters are not Hugging Face's: query, key and
 value are one matrix, as are gate and up; matrices are cut over its ranks; the vocabulary is padded
 with zero rows. `ExpectedChecksums` rebuilds each of these from Hugging Face tensors while they
-stream past, and holds on to a tensor only until its fused partners have come.
+stream past, and holds on to a tensor only until its fused partners have come. The experts of a
+layer, which are two parameters there, are hashed as they come.
 
-Covered: dense models of the Llama, Qwen2 and Qwen3 kind, unquantized, any tensor-parallel size, on
-CPU and CUDA servers. Anything else (experts, quantized weights, pipeline-parallel servers) is
-reported as an error by `compare`, never passed over.
+Covered: models of the Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE kind, unquantized, any
+tensor-parallel size, on CPU and CUDA servers. Anything else (quantized weights, pipeline-parallel
+servers, experts that are shared out over ranks or stored in the order of some kernel) is reported
+as an error by `compare`, never passed over.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +36,35 @@ CUT_BY_COLUMNS = ("o_proj", "down_proj")
 VOCABULARY = ("embed_tokens", "lm_head")
 VOCABULARY_PADDING = 64
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+EXPERT = re.compile(r"(?P<prefix>.+\.experts)\.(?P<number>\d+)\.(?P<module>\w+)\.weight")
+# SGLang's parameter of all experts of a layer -> the parts of each, one expert after the other.
+OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+
+
+class Hash(Protocol):
+    """Of a tensor that comes in pieces, in the order of its bytes."""
+
+    def update(self, piece: torch.Tensor) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+@dataclass
+class ExpertHashes:
+    """A parameter of all experts: `hashes[size][rank]` of its first `done` pieces; pieces that
+    came before their turn wait, by their number."""
+
+    hashes: dict[int, list[Hash]]
+    done: int = 0
+    waiting: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, number: int, piece: torch.Tensor, dim: int) -> None:
+        self.waiting[number] = piece.detach()
+        while (piece := self.waiting.pop(self.done, None)) is not None:
+            for size, ranks in self.hashes.items():
+                for rank, shard in zip(ranks, piece.chunk(size, dim), strict=True):
+                    rank.update(shard)
+            self.done += 1
 
 
 class ExpectedChecksums:
@@ -46,15 +79,21 @@ class ExpectedChecksums:
 
     def __init__(self, tensor_parallel: Sequence[int], *, cuda: bool, kv_heads: int):
         self._sizes = sorted(set(tensor_parallel))
-        self._hash = hash_cuda if cuda else hash_cpu
+        self._hash: Callable[[Iterable[torch.Tensor]], str] = hash_cuda if cuda else hash_cpu
+        self._new_hash: Callable[[], Hash] = TileHash if cuda else ShaHash
         self._kv_heads = kv_heads
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
+        self._experts: dict[str, ExpertHashes] = {}
         self._expected: dict[int, list[dict[str, str]]] = {
             size: [{} for _ in range(size)] for size in self._sizes
         }
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """One whole Hugging Face tensor, in the dtype that the server holds."""
+        expert = EXPERT.fullmatch(name)
+        if expert:
+            self._add_expert(expert["prefix"], int(expert["number"]), expert["module"], tensor)
+            return
         prefix, module, kind = split_name(name)
         fused, parts = FUSED.get(module, (module, (module,)))
         target = ".".join(filter(None, (prefix, fused, kind)))
@@ -67,6 +106,17 @@ class ExpectedChecksums:
             for rank in range(size):
                 shards = [self._shard(waiting[p], p, kind, rank, size) for p in parts]
                 self._expected[size][rank][target] = self._hash(shards)
+
+    def _add_expert(self, prefix: str, number: int, module: str, tensor: torch.Tensor) -> None:
+        for kind, parts in OF_EXPERTS.items():
+            if module in parts:
+                target = f"{prefix}.{kind}"
+                if target not in self._experts:
+                    self._experts[target] = ExpertHashes(
+                        {size: [self._new_hash() for _ in range(size)] for size in self._sizes}
+                    )
+                place = number * len(parts) + parts.index(module)
+                self._experts[target].add(place, tensor, dim=int(module in CUT_BY_COLUMNS))
 
     def _shard(
         self, tensor: torch.Tensor, module: str, kind: str, rank: int, size: int
@@ -96,6 +146,12 @@ class ExpectedChecksums:
                 f"weights sent to {server}: {name} is one parameter there, made of "
                 f"{', '.join(wanted)}, but only {', '.join(parts)} was sent"
             )
+        for name, experts in self._experts.items():
+            if experts.waiting:
+                raise WeightError(
+                    f"weights sent to {server}: {name} is one parameter there, made of those of "
+                    f"all experts, but piece {experts.done} of them was never sent"
+                )
         expected = self._expected.get(len(ranks))
         if expected is None:
             raise WeightError(
@@ -105,11 +161,16 @@ class ExpectedChecksums:
         for rank in ranks:
             place = rank["parallelism_info"]
             place = place[0] if isinstance(place, list) else place
-            self._compare_rank(server, place["tp_rank"], rank["checksums"], expected)
+            wanted = expected[place["tp_rank"]] | {
+                name: experts.hashes[len(ranks)][place["tp_rank"]].hexdigest()
+                for name, experts in self._experts.items()
+            }
+            self._compare_rank(server, place["tp_rank"], rank["checksums"], wanted)
         return sum(len(rank["checksums"]) for rank in ranks)
 
-    def _compare_rank(self, server: str, rank: int, found: Mapping[str, str], expected) -> None:
-        wanted = dict(expected[rank])
+    def _compare_rank(
+        self, server: str, rank: int, found: Mapping[str, str], wanted: dict[str, str]
+    ) -> None:
         if HEAD not in found and HEAD in wanted:
             # The server ties the head to the embedding; a different one would have been ignored.
             if wanted[HEAD] != wanted.get(EMBEDDING):
@@ -152,54 +213,90 @@ def _vocabulary_shard(tensor: torch.Tensor, rank: int, size: int) -> torch.Tenso
     return torch.cat([shard, shard.new_zeros(missing, *tensor.shape[1:])])
 
 
-def hash_cpu(shards: Sequence[torch.Tensor]) -> str:
-    """SGLang's hash of a CPU tensor that consists of these rows: SHA-256, the first 64 bits."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        flat = shard.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(flat.numpy().data)
-    return digest.hexdigest()[:16]
+class ShaHash:
+    """SGLang's hash of a CPU tensor: SHA-256, the first 64 bits."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def update(self, piece: torch.Tensor) -> None:
+        self._digest.update(_bytes(piece).cpu().numpy().data)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()[:16]
 
 
 MASK32 = 0xFFFFFFFF
 TILE_WORDS = 8192
+TILE_BYTES = 4 * TILE_WORDS
 TILES_AT_ONCE = 512
 SEED = 0x243F6A88
 
 
-def hash_cuda(shards: Sequence[torch.Tensor]) -> str:
-    """SGLang's hash of a CUDA tensor that consists of these rows, in plain integer arithmetic.
+class TileHash:
+    """SGLang's hash of a CUDA tensor, in plain integer arithmetic.
 
     Every 32-bit word is mixed with its position and summed over tiles of 8192 words; the tiles'
     64-bit sums are added up and mixed once more. Runs on whatever device the tensors are on.
     """
-    words = _words(shards)
-    if words.numel() == 0:
-        return f"{0:016x}"
-    total = 0
-    for start, block in _blocks(words):
-        total += _sum_of_tiles(block, start, words.numel())
-    return f"{_splitmix64(total & (2**64 - 1)):016x}"
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._sums: list[list[torch.Tensor]] = []
+        self._rest: torch.Tensor | None = None
+
+    def update(self, piece: torch.Tensor) -> None:
+        flat = _bytes(piece)
+        if self._rest is not None and self._rest.numel():
+            flat = torch.cat([self._rest, flat])
+        whole = flat.numel() // TILE_BYTES * TILE_BYTES
+        for start in range(0, whole, TILE_BYTES * TILES_AT_ONCE):
+            block = flat[start : min(start + TILE_BYTES * TILES_AT_ONCE, whole)]
+            self._sums.append(_tile_sums(block, (self._size + start) // 4))
+        self._size += whole
+        # A copy, so that the piece's memory is not held.
+        self._rest = flat[whole:].clone()
+
+    def hexdigest(self) -> str:
+        sums, size = list(self._sums), self._size
+        if self._rest is not None and self._rest.numel():
+            rest = torch.nn.functional.pad(self._rest, (0, -self._rest.numel() % 4))
+            sums.append(_tile_sums(rest, size // 4))
+            size += rest.numel()
+        total = 0
+        for halves in sums:
+            mixed = [_mix32(half ^ (size & MASK32)).tolist() for half in halves]
+            total += sum((high << 32) | low for high, low in zip(*mixed, strict=True))
+        return f"{_splitmix64(total & (2**64 - 1)) if size else 0:016x}"
 
 
-def _words(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    flat = [shard.detach().contiguous().reshape(-1).view(torch.uint8) for shard in shards]
-    joined = flat[0] if len(flat) == 1 else torch.cat(flat)
-    if joined.numel() % 4:
-        joined = torch.cat([joined, joined.new_zeros(-joined.numel() % 4)])
-    return joined.view(torch.int32)
+def hash_cpu(shards: Iterable[torch.Tensor]) -> str:
+    """`ShaHash` of a tensor that consists of these rows."""
+    return _hashed(ShaHash(), shards)
 
 
-def _blocks(words: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    size = TILE_WORDS * TILES_AT_ONCE
-    for start in range(0, words.numel(), size):
-        yield start, words[start : start + size]
+def hash_cuda(shards: Iterable[torch.Tensor]) -> str:
+    """`TileHash` of a tensor that consists of these rows."""
+    return _hashed(TileHash(), shards)
 
 
-def _sum_of_tiles(block: torch.Tensor, start: int, total_words: int) -> int:
-    """The sum of the 64-bit hashes of the block's tiles."""
-    value = block.to(torch.int64) & MASK32
-    index = torch.arange(start, start + block.numel(), device=block.device) & MASK32
+def _hashed(state: Hash, shards: Iterable[torch.Tensor]) -> str:
+    for shard in shards:
+        state.update(shard)
+    return state.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _tile_sums(block: torch.Tensor, first_word: int) -> list[torch.Tensor]:
+    """For each tile of the bytes, both halves of the sum of its mixed words."""
+    if block.storage_offset() % 4:
+        block = block.clone()
+    words = block.view(torch.int32)
+    value = words.to(torch.int64) & MASK32
+    index = torch.arange(first_word, first_word + words.numel(), device=words.device) & MASK32
     second_seed = ((SEED * 0x9E3779B1) ^ 0xDEADBEEF) & MASK32
     halves = []
     for factor, seed, turn in ((0x27D4EB2D, SEED, 15), (0x165667B1, second_seed, 13)):
@@ -207,9 +304,8 @@ def _sum_of_tiles(block: torch.Tensor, start: int, total_words: int) -> int:
         place = ((index * factor + seed) & MASK32) ^ turned
         mixed = _mix32(value ^ place)
         padded = torch.nn.functional.pad(mixed, (0, -mixed.numel() % TILE_WORDS))
-        sums = padded.view(-1, TILE_WORDS).sum(1) & MASK32
-        halves.append(_mix32(sums ^ ((total_words * 4) & MASK32)).tolist())
-    return sum((high << 32) | low for high, low in zip(*halves, strict=True))
+        halves.append(padded.view(-1, TILE_WORDS).sum(1) & MASK32)
+    return halves
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
