@@ -192,7 +192,8 @@ def _print_assumptions(console: Console, cluster: Cluster) -> None:
     console.print(
         f"Published: {gpu.flops / 1e12:,.0f} TFLOP/s dense bf16, memory {gpu.bandwidth / 1e9:,.0f} "
         f"GB/s, in a node {gpu.node_link / 1e9:,.0f} GB/s,\n"
-        f"between nodes {network.link / 1e9:g} GB/s a GPU. Outside the KV cache servers leave what SGLang's own rule says.\n"
+        f"between nodes {network.link / 1e9:g} GB/s a GPU. "
+        "Outside the KV cache servers leave what SGLang's own rule says.\n"
         "Not counted: rewards, evaluations, checkpoints.",
         style="dim",
     )
