@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = options.run(options)
     except OpoError as error:
         _show_error(error)
-        code = EXIT_USER_ERROR
+        code = error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
@@ -169,7 +169,7 @@ def _train_rank(recipe: Recipe, fresh: bool = False) -> int:
         if rank == 0:
             raise
         _show_error(error)
-        return EXIT_USER_ERROR
+        return error.exit_code
     except RuntimeError as error:
         if not LOST_PEER.search(str(error)):
             raise

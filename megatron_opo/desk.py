@@ -140,6 +140,7 @@ class Desk:
         tokens = sum(stats.response_tokens for stats in self.samplings)
         metrics = {
             "rollout/retries": float(sum(stats.retries for stats in self.samplings)),
+            "rollout/servers": float(len(self.rollout.servers)),
             "perf/generate_tokens_per_second": tokens / seconds,
         }
         if self.recipe.rollout.dynamic_sampling.enabled:

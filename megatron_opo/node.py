@@ -51,6 +51,9 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
                 record_attempt(recipe.run_path, job.attempt)
             nodes = check_nodes(board, directory, dump_recipe(recipe))
             if check_only:
+                if job.node == 0:
+                    many = f"{len(nodes)} nodes are" if len(nodes) > 1 else "1 node is"
+                    print(f"{many} fit: {', '.join(job.nodes)}")
                 return _depart(board, 0)
             gpus = len(nodes[0]["gpus"])
             layout = _lay_out(recipe, job, gpus)

@@ -181,6 +181,8 @@ def sync(actor: Actor, desk: Desk, driver: Driver) -> dict[str, float]:
 
     def send() -> dict[str, float]:
         try:
+            for server in desk.rollout.drop_dead_servers():
+                desk.log.warn(f"going on without {server.describe_exit()}")
             with desk.log.phase("sync"):
                 stats = desk.rollout.sync(weights, version=actor.version)
         finally:
