@@ -33,7 +33,7 @@ DTYPES: dict[str, torch.dtype | None] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-BUFFER_BYTES = 2**28
+BUFFER_BYTES = 2**27
 LINE_EVERY_S = 10.0
 EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
