@@ -25,6 +25,7 @@ LAYOUTS = {
     "TP2": (2, ["actor.tensor_parallel=2"]),
     "TP2 sequence parallel": (2, ["actor.tensor_parallel=2", "actor.sequence_parallel=true"]),
     "PP2": (2, ["actor.pipeline_parallel=2"]),
+    "PP2 in 2 chunks each": (2, ["actor.pipeline_parallel=2", "actor.virtual_pipeline=2"]),
     "DP2": (2, ["actor.data_parallel=2"]),
     "DP2, optimizer not sharded": (2, ["actor.data_parallel=2", "optimizer.distributed=false"]),
     "TP2 PP2": (4, ["actor.tensor_parallel=2", "actor.pipeline_parallel=2"]),
@@ -36,9 +37,13 @@ def model(request, tmp_path_factory):
     return MODELS[request.param](tmp_path_factory.mktemp(request.param) / "model")
 
 
-def reference_training(model_path, aggregation: str):
-    """Two steps of clipped AdamW in float64; one sequence at a time, nothing packed."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
+def reference_training(model_path, aggregation: str, watch=lambda model: None, **how):
+    """Two steps of clipped AdamW in float64; one sequence at a time, nothing packed.
+
+    `watch` gets the model, which transformers loads as `how` says, before the first step.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, **how)
+    watch(model)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(

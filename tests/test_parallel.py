@@ -13,7 +13,14 @@ from tests.ranks import run_ranks
 
 @pytest.mark.parametrize(
     ("layout", "world_size", "expected"),
-    [({}, 1, 1), ({}, 6, 6), ({"tensor_parallel": 2}, 6, 3), ({"data_parallel": 2}, 2, 2)],
+    [
+        ({}, 1, 1),
+        ({}, 6, 6),
+        ({"tensor_parallel": 2}, 6, 3),
+        ({"data_parallel": 2}, 2, 2),
+        ({"expert_parallel": 4}, 8, 8),
+        ({"tensor_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": 1}, 4, 2),
+    ],
 )
 def test_replicas_are_what_the_processes_leave_over(layout, world_size, expected):
     assert data_parallel_size(ActorConfig(**layout), world_size) == expected
@@ -30,6 +37,14 @@ def test_replicas_are_what_the_processes_leave_over(layout, world_size, expected
         ),
         ({"tensor_parallel": 4}, 1, "that were started: start 4 (torchrun"),
         ({"data_parallel": 3}, 2, "= 3 processes, but 2 were started: start 3 (torchrun"),
+        (
+            {"tensor_parallel": 2, "expert_parallel": 4},
+            12,
+            "actor.expert_parallel 4 x actor.expert_tensor_parallel 2 on each of "
+            "actor.pipeline_parallel 1 stages needs a multiple of 8 processes, but 12 were "
+            "started: start 8 or 16",
+        ),
+        ({"pipeline_parallel": 2, "expert_parallel": 4}, 2, "were started: start 8 (torchrun"),
     ],
 )
 def test_processes_that_do_not_fit_are_told_how_many_to_start(layout, world_size, named):
@@ -95,6 +110,18 @@ def test_tensor_ranks_vary_fastest_then_data_then_pipeline():
     assert all((p["tp_size"], p["dp_size"], p["pp_size"]) == (2, 2, 1) for p in places)
     assert all(p["ranks"] == [1, 2, 3, 4] and p["backend"] == "gloo" for p in places)
     assert len({p["draw"] for p in places}) == 1
+
+
+def test_experts_are_shared_out_over_the_ranks_of_a_stage():
+    layout = {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}
+    places = run_ranks(4, describe, layout)
+    assert [(p["tp_rank"], p["dp_rank"], p["ep_rank"]) for p in places] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (0, 1, 0),
+        (1, 1, 1),
+    ]
+    assert all((p["ep_size"], p["expert_tp_size"]) == (2, 1) for p in places)
 
 
 def alone_twice():

@@ -106,6 +106,10 @@ def test_the_printed_recipe_shows_every_field_and_reads_back_equal(write, tmp_pa
         ("rollout.dynamic_sampling.max_rounds=0", "greater than 0"),
         ("algorithm.loss_aggregation=mean", "token-mean"),
         ("actor.sequence_parallel=true", "raise tensor_parallel"),
+        (
+            "actor={expert_parallel: 2, data_parallel: 3}",
+            "= 3 processes per pipeline stage, which is not a multiple of actor.expert_parallel 2",
+        ),
         ("actor.virtual_pipeline=2", "raise pipeline_parallel or set virtual_pipeline to 1"),
         ("actor.data_parallel=100000", "each data-parallel rank needs at least one"),
         ("data.train={}", "exactly one source"),
