@@ -261,8 +261,8 @@ LARGE = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-# The largest tensor takes 131 MB, as much as may wait to be written. Two more are read meanwhile, each
-# beside a chunk of 64 MB that it is made of. The model's 2 GB do not fit.
+# The largest tensor takes 131 MB, and as much may wait to be written. Two more are read meanwhile,
+# each beside a chunk of 64 MB that it is made of. The model's 2 GB do not fit.
 LIMIT_BYTES = 600 * 2**20
 
 
