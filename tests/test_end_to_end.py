@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_opo.launch import EXIT_REQUEUE
+from megatron_opo.weights.megatron_save import save_megatron
 from tests.models import tiny_qwen3
 
 ROOT = Path(__file__).parents[1]
@@ -164,6 +165,8 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(project, finished):
 
 def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     project = make_project(tmp_path)
+    # Of other weights than those that the servers read: they must have been sent these.
+    save_megatron(project / "start", tiny_qwen3(tmp_path / "other", seed=1))
     exports = project / "runs" / "letters" / "hf"
     exports.mkdir(parents=True)
     for step in (1, 2):  # no directory can take the place of a link
@@ -171,6 +174,7 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     outcome = train(
         project,
         "actor.tensor_parallel=2",
+        "model.megatron_checkpoint=start",
         "algorithm.estimator=otb",
         "algorithm.loss_aggregation=seq-mean-token-mean",
         "rollout.samples_per_prompt=4",
