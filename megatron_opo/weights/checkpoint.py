@@ -1,9 +1,12 @@
 """A Hugging Face weight directory: which file holds which tensor, checked before it is read."""
 
+import itertools
 import json
 import math
 import mmap
+import operator
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,32 +41,54 @@ class Checkpoint:
             WeightError: the file has become shorter, or cannot be read.
         """
         file, _ = self.tensors[name]
+        entry = self.entries[name]
+        first, last = [0] * len(entry.shape), list(entry.shape)
+        if dim is not None:
+            first[dim], last[dim], _ = slice(start, end).indices(entry.shape[dim])
+        sizes = [max(0, b - a) for a, b in zip(first, last, strict=True)]
+        tensor = allocate(sizes, entry.dtype)
         try:
-            return _read_slice(self.descriptors[file], self.entries[name], dim, start, end)
+            read_box(self.descriptors[file], entry, first, tensor)
         except OSError as error:
             raise WeightError(
                 f"{self.directory / file}: `{name}` cannot be read: {error}"
             ) from error
+        return tensor
 
 
-def _read_slice(
-    descriptor: int, entry: Entry, dim: int | None, start: int, end: int
-) -> torch.Tensor:
-    shape = list(entry.shape)
-    pieces, offset, stride = 1, entry.start, 0
-    if dim is not None:
-        first, last, _ = slice(start, end).indices(shape[dim])
-        pieces = math.prod(shape[:dim])
-        inner = math.prod(shape[dim + 1 :]) * entry.dtype.itemsize
-        offset, stride = entry.start + first * inner, shape[dim] * inner
-        shape[dim] = max(0, last - first)
-    size = math.prod(shape) * entry.dtype.itemsize
-    data = _memory(size)
-    target = data.numpy().data
-    piece = size // max(1, pieces)
-    for i in range(pieces if size else 0):
-        _fill(descriptor, target[i * piece : (i + 1) * piece], offset + i * stride)
-    return data.view(entry.dtype).reshape(shape)
+def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised. In small pages, each of which the system must clear first, a large tensor
+    would take several times as long to fill."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes >= HUGE_PAGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages; of too little memory torch complains
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(pages, dtype=dtype).reshape(tuple(shape))
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def read_box(descriptor: int, entry: Entry, offsets: Sequence[int], target: torch.Tensor) -> None:
+    """Fill `target`, which is contiguous, from the box of its shape at `offsets` of a tensor.
+
+    Raises:
+        OSError: the file cannot be read, or ends before.
+    """
+    shape, sizes = entry.shape, tuple(target.shape)
+    # From dimension `inner` on, the box is one piece of the file.
+    inner = len(shape)
+    while inner > 0 and sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    inner = max(0, inner - 1)
+    data = target.reshape(-1).view(torch.uint8).numpy().data
+    piece = math.prod(sizes[inner:]) * entry.dtype.itemsize
+    if not piece:
+        return
+    strides = [math.prod(shape[i + 1 :]) * entry.dtype.itemsize for i in range(len(shape))]
+    begin = entry.start + sum(map(operator.mul, offsets, strides))
+    for i, index in enumerate(itertools.product(*map(range, sizes[:inner]))):
+        start = begin + sum(map(operator.mul, index, strides))
+        _fill(descriptor, data[i * piece : (i + 1) * piece], start)
 
 
 def _fill(descriptor: int, target: memoryview, offset: int) -> None:
@@ -72,17 +97,6 @@ def _fill(descriptor: int, target: memoryview, offset: int) -> None:
         if count == 0:
             raise OSError(f"the file ends at byte {offset}, it was longer when it was opened")
         target, offset = target[count:], offset + count
-
-
-def _memory(num_bytes: int) -> torch.Tensor:
-    """Uninitialised bytes. Of small pages, each read for the first time, a large tensor would take
-    several times as long to fill."""
-    if num_bytes < HUGE_PAGE_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from megatron_opo.errors import WeightError
-from megatron_opo.weights.checkpoint import SHOWN, is_finite
+from megatron_opo.weights.checkpoint import SHOWN, allocate, is_finite
+from megatron_opo.weights.chunk_file import read_chunk
 from megatron_opo.weights.families import Architecture, Row
 from megatron_opo.weights.slices import FUSED_NORMS, local_shape, whole_parts
 from megatron_opo.weights.torch_dist import read_metadata
@@ -118,66 +117,63 @@ class MegatronCheckpoint:
     def _box(self, slot: Slot, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
         sizes = tuple(b - a for a, b in zip(first, last, strict=True))
         offset, whole = (*slot.index, *first), (*(1 for _ in slot.index), *sizes)
-        target = torch.empty(whole, dtype=self._entry(slot.key).properties.dtype)
-        items = [
-            item
+        target = allocate(whole, self._entry(slot.key).properties.dtype)
+        overlaps = [
+            overlap
             for chunk in self.chunks.get((slot.key, slot.index), [])
-            if (item := _overlap(slot.key, chunk, offset, whole)) is not None
+            if (overlap := _overlap(chunk, offset, whole)) is not None
         ]
-        if sum(math.prod(item.lengths) for item in items) != target.numel():
+        if sum(math.prod(overlap.sizes) for overlap in overlaps) != target.numel():
             raise WeightError(f"checkpoint {self.directory}: `{slot.key}` is not whole")
-        reader = FileSystemReader(self.directory)
-        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        try:
-            reader.read_data(LoadPlan(items), _Into(target))
-        # What torch raises for damaged data is not told apart.
-        except Exception as error:
-            if "can't allocate memory" in str(error):
-                raise
-            files = {self.metadata.storage_data[item.storage_index].relative_path for item in items}
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            raise WeightError(
-                f"checkpoint {self.directory}: `{slot.key}` cannot be read from "
-                f"{', '.join(sorted(files))} ({type(error).__name__}: {reason}); copy it again, or "
-                "use another checkpoint"
-            ) from error
+        for overlap in overlaps:
+            place = self.metadata.storage_data[MetadataIndex(slot.key, overlap.chunk)]
+            try:
+                read_chunk(
+                    self.directory / place.relative_path,
+                    (place.offset, place.length),
+                    overlap.inside,
+                    target[overlap.region],
+                )
+            # What torch raises for damaged data is not told apart.
+            except Exception as error:
+                if "can't allocate memory" in str(error):
+                    raise
+                reason = (str(error).strip() or repr(error)).splitlines()[0]
+                raise WeightError(
+                    f"checkpoint {self.directory}: `{slot.key}` cannot be read from "
+                    f"{place.relative_path} ({type(error).__name__}: {reason}); copy it again, or "
+                    "use another checkpoint"
+                ) from error
         return target.reshape(sizes)
 
 
-class _Into(DefaultLoadPlanner):
-    """Reads boxes straight into one tensor."""
+@dataclass(frozen=True)
+class Overlap:
+    """What a chunk has of a box: at `inside` of the chunk, which lies at `chunk` of the tensor, a
+    box of `sizes` that belongs into `region` of the box."""
 
-    def __init__(self, target: torch.Tensor):
-        super().__init__()
-        self.target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        pairs = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self.target[tuple(slice(start, start + size) for start, size in pairs)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+    chunk: torch.Size
+    inside: tuple[int, ...]
+    sizes: tuple[int, ...]
+    region: tuple[slice, ...]
 
 
 def _overlap(
-    key: str, chunk: ChunkStorageMetadata, offset: tuple[int, ...], sizes: tuple[int, ...]
-) -> ReadItem | None:
+    chunk: ChunkStorageMetadata, offset: tuple[int, ...], sizes: tuple[int, ...]
+) -> Overlap | None:
     first = [max(a, b) for a, b in zip(chunk.offsets, offset, strict=True)]
     last = [
         min(a + n, b + m)
         for a, n, b, m in zip(chunk.offsets, chunk.sizes, offset, sizes, strict=True)
     ]
-    lengths = [b - a for a, b in zip(first, last, strict=True)]
+    lengths = tuple(b - a for a, b in zip(first, last, strict=True))
     if min(lengths) <= 0:
         return None
-    index = MetadataIndex(key, chunk.offsets)
-    return ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=index,
-        dest_offsets=torch.Size(a - b for a, b in zip(first, offset, strict=True)),
-        storage_index=index,
-        storage_offsets=torch.Size(a - b for a, b in zip(first, chunk.offsets, strict=True)),
-        lengths=torch.Size(lengths),
+    return Overlap(
+        chunk=chunk.offsets,
+        inside=tuple(a - b for a, b in zip(first, chunk.offsets, strict=True)),
+        sizes=lengths,
+        region=tuple(slice(a - c, b - c) for a, b, c in zip(first, last, offset, strict=True)),
     )
 
 
