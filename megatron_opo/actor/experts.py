@@ -52,6 +52,7 @@ def expert_fields(architecture: Architecture, actor: ActorConfig) -> dict[str, A
         # The softmax over the chosen experts alone is the normalised one over all.
         "moe_router_pre_softmax": not experts.normalize,
         "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
         "moe_router_topk_scaling_factor": None,
         "moe_router_num_groups": None,
         "moe_router_group_topk": None,

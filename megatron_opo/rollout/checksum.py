@@ -148,9 +148,11 @@ class ExpectedChecksums:
             )
         for name, experts in self._experts.items():
             if experts.waiting:
+                parts = OF_EXPERTS[name.rpartition(".")[2]]
+                number, part = divmod(experts.done, len(parts))
                 raise WeightError(
                     f"weights sent to {server}: {name} is one parameter there, made of those of "
-                    f"all experts, but piece {experts.done} of them was never sent"
+                    f"all experts, but expert {number}'s {parts[part]} was never sent"
                 )
         expected = self._expected.get(len(ranks))
         if expected is None:
