@@ -120,8 +120,9 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from megatron_opo.cluster import ToldElsewhere, job_from_environment
-    from megatron_opo.launch import EXIT_CONSEQUENCE
+    # Without this torch prints a C++ stack for every message to a node that has ended.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from megatron_opo.cluster import job_from_environment
     from megatron_opo.node import run_node
 
     job = job_from_environment()
@@ -131,8 +132,6 @@ def _launch(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "megatron_opo", "train", str(options.recipe)]
         command += options.overrides
         return run_node(recipe, job, command, check_only=options.check_only)
-    except ToldElsewhere:
-        return EXIT_CONSEQUENCE
     except RecipeError:
         # Every node found it; node 0 speaks for all.
         if job.node == 0:

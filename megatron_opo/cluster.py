@@ -200,8 +200,9 @@ class Board:
         try:
             yield
         except (RuntimeError, OSError) as error:
+            reason = str(error).splitlines()[0]
             raise ClusterError(
-                f"{self.job.host} lost node 0 ({self.job.nodes[0]}), which leads the job: {error}"
+                f"{self.job.host} lost node 0 ({self.job.nodes[0]}), which leads the job: {reason}"
             ) from None
 
 

@@ -28,7 +28,7 @@ from megatron_opo.rollout import (
     launch_servers,
     wait_healthy,
 )
-from megatron_opo.runs import Checkpoint, changed_fields, only_run
+from megatron_opo.runs import Checkpoint, changed_fields, check_attempt, only_run
 from megatron_opo.stop import StopRequest
 
 PROBE_PROMPTS = 4
@@ -62,6 +62,7 @@ class Desk:
         self.log.advance(seconds, None, f"waiting for {server.name} to load: {last_line}")
 
     def start_step(self) -> None:
+        check_attempt(self.recipe.run_path)
         self.samplings = []
 
     def generate(self, prompts: list[Prompt], version: int) -> list[Group]:

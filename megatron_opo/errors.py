@@ -55,6 +55,8 @@ class UnfitEnvironmentError(OpoError):
 class ClusterError(OpoError):
     """Nodes of a job that do not find each other, do not match, or are lost."""
 
+    exit_code = 1
+
 
 class LogError(OpoError):
     """A run directory that cannot be written or read."""

@@ -5,11 +5,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_opo.cluster import Board, Job, Layout, ToldElsewhere, lay_out, meet
-from megatron_opo.errors import ClusterError, RecipeError, TrainingError
+from megatron_opo.errors import ClusterError, OpoError, RecipeError, TrainingError
 from megatron_opo.launch import EXIT_CONSEQUENCE, Seats, raising_on_signals, run_ranks
 from megatron_opo.preflight import check_nodes
 from megatron_opo.recipe import Recipe, dump_recipe
@@ -20,9 +20,14 @@ from megatron_opo.rollout.server import (
     launch_servers,
     note_exit,
 )
-from megatron_opo.runs import latest_checkpoint, only_run
+from megatron_opo.runs import (
+    ATTEMPT_VARIABLE,
+    ATTEMPTS,
+    attempts,
+    latest_checkpoint,
+    only_run,
+)
 
-ATTEMPTS = "attempts.jsonl"
 BEAT_SECONDS = 2.0
 # Slurm itself takes minutes to notice that a node is gone.
 SILENT_SECONDS = 60.0
@@ -59,9 +64,11 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
             layout = _lay_out(recipe, job, gpus)
             device = "cuda" if gpus else "cpu"
             code = _work(recipe, board, layout, directory, command, device)
+        except ToldElsewhere:
+            return _depart(board, EXIT_CONSEQUENCE)
         except BaseException as error:
-            if not isinstance(error, ToldElsewhere):
-                _tell(board, f"{job.host}: {error or type(error).__name__}")
+            code = error.exit_code if isinstance(error, OpoError) else EXIT_CONSEQUENCE
+            _tell(board, f"{job.host}: {error or type(error).__name__}", code)
             raise
         return _depart(board, code)
 
@@ -87,17 +94,15 @@ def record_attempt(run_path: Path, attempt: str) -> None:
         pass
     checkpoint = latest_checkpoint(run_path)
     version = checkpoint.version if checkpoint else 0
-    path = run_path / ATTEMPTS
-    earlier = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     job_id = attempt.partition(".")[0]
-    same_job = [a["step"] for a in earlier if a["attempt"].partition(".")[0] == job_id]
+    same_job = [a["step"] for a in attempts(run_path) if a["attempt"].partition(".")[0] == job_id]
     if same_job[-2:] == [version, version]:
         raise TrainingError(
             f"job {job_id} started at step {version} for the third time: it makes no progress "
             f"between restarts, so it stops here. The logs of each start are in "
             f"{run_path / 'logs'}; checkpoint.every may be too large for the time limit"
         )
-    with path.open("a") as stream:
+    with (run_path / ATTEMPTS).open("a") as stream:
         stream.write(json.dumps({"attempt": attempt, "step": version}) + "\n")
 
 
@@ -118,6 +123,7 @@ def _work(
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 SERVERS_VARIABLE: json.dumps(everywhere),
+                ATTEMPT_VARIABLE: job.attempt,
             }
             code = run_ranks(
                 command, Seats(ranks, layout.world_size, rendezvous), logs, watch.problem
@@ -140,7 +146,9 @@ def _servers(
             host = recipe.rollout.host if alone else board.address
             rollout = recipe.rollout.model_copy(update={"host": host, "servers": len(numbers)})
             own = launch_servers(rollout, recipe.model, logs, device, first=numbers[0])
-        described = [{"name": s.name, "url": s.url, "log": str(s.log)} for s in own]
+        described = [
+            {"name": s.name, "url": s.url, "log": str(s.log), "node": board.job.node} for s in own
+        ]
         board.post_mine("servers", described)
         timeout_s = recipe.rollout.start_timeout_s
         everywhere = board.collect("servers", timeout_s, "start of the servers")
@@ -205,13 +213,11 @@ def _wait_for_trainers(watch: Watch, layout: Layout) -> int:
         time.sleep(0.2)
 
 
-def _tell(board: Board, failure: str) -> None:
+def _tell(board: Board, failure: str, code: int) -> None:
     """Let the others end, too; node 0 keeps the store until they have heard it."""
-    try:
+    with suppress(ClusterError):
         board.post("failure", failure)
-        _depart(board, EXIT_CONSEQUENCE)
-    except ClusterError:
-        pass
+        _depart(board, code)
 
 
 def _depart(board: Board, code: int) -> int:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_opo.errors import CheckpointError
+from megatron_opo.errors import CheckpointError, ClusterError
 from megatron_opo.recipe import Recipe
 
 CHECKPOINTS = "checkpoints"
 EXPORTS = "hf"
 STATE_FILE = "state.json"
+ATTEMPTS = "attempts.jsonl"
+# Set by the launcher of a job: which start of which job this process belongs to.
+ATTEMPT_VARIABLE = "MEGATRON_OPO_ATTEMPT"
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,27 @@ def latest_checkpoint(run_path: Path) -> Checkpoint | None:
             f"({type(error).__name__}: {error}); move the directory away to resume from the one "
             "before it"
         ) from None
+
+
+def attempts(run_path: Path) -> list[dict[str, Any]]:
+    """The starts of jobs on this run so far, and the step that each began at."""
+    path = run_path / ATTEMPTS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check_attempt(run_path: Path) -> None:
+    """Refuse to write for a job that was started again meanwhile.
+
+    Processes may outlive the daemon of their node, and not every file system knows locks.
+
+    Raises:
+        ClusterError: a later start holds the run.
+    """
+    own = os.environ.get(ATTEMPT_VARIABLE)
+    if own and (latest := attempts(run_path)[-1]["attempt"]) != own:
+        raise ClusterError(
+            f"{run_path}: start {latest} of the job has taken over; this is {own}, which ends here"
+        )
 
 
 def changed_fields(before: dict[str, Any], recipe: Recipe) -> list[str]:

@@ -56,15 +56,16 @@ if [[ -n ${CHECK_ONLY:-} ]]; then
   overrides=(--check-only "${overrides[@]}")
 fi
 
-step=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1
-  --kill-on-bad-exit=1)
+# The launchers end together and agree on a code, which --kill-on-bad-exit would replace by that of
+# its own signal. --wait is for one that cannot end.
+step=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --wait=60)
 if [[ -z ${CONTAINER_IMAGE:-} ]]; then
   launch=("${VENV:-.venv}/bin/megatron-opo")
   if [[ ! -x ${launch[0]} ]]; then
     echo "error: $project/${launch[0]} does not exist: make setup STACK=cluster, or set VENV" >&2
     exit 2
   fi
-elif srun --help | grep -q container-image; then
+elif [[ $(srun --help) == *--container-image* ]]; then
   mounts="$project:$project${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
   step+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts"
     --container-workdir="$project" --no-container-mount-home)
@@ -92,7 +93,7 @@ done
 say "ended with exit code $code"
 
 # Cancelled or preempted: starting it again is not for this script to decide.
-running() { scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; }
+running() { [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; }
 
 if ((code == 85)) || { ((code != 0 && code != 2)) && ((restarts < ${MAX_RESTARTS:-10})); }; then
   if running; then

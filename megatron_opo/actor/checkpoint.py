@@ -19,7 +19,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_opo.actor.step import Actor
 from megatron_opo.errors import CheckpointError
 from megatron_opo.recipe import Recipe
-from megatron_opo.runs import CHECKPOINTS, STATE_FILE, Checkpoint, complete_checkpoints
+from megatron_opo.runs import (
+    CHECKPOINTS,
+    STATE_FILE,
+    Checkpoint,
+    check_attempt,
+    complete_checkpoints,
+)
 from megatron_opo.spmd import Driver
 from megatron_opo.weights.torch_dist import read_metadata
 
@@ -36,6 +42,7 @@ def save_checkpoint(
     partial = root / f"step_{actor.version}.partial"
 
     def prepare() -> None:
+        check_attempt(recipe.run_path)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 

@@ -1,0 +1,217 @@
+"""The project's job scripts on a real Slurm: they train, and survive what clusters do to them."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import MiniCluster
+
+from tests.test_end_to_end import make_project
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "slurm" / "quickstart.sbatch"
+START_S = 240.0
+QUIET = ["eval.at_start=false", "eval.at_end=false", "checkpoint.export_hf=false"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    project = make_project(tmp_path_factory.mktemp("project"))
+    (project / "slurm").symlink_to(ROOT / "slurm")
+    return project
+
+
+@pytest.fixture
+def submit(slurm, directory):
+    """submit(name, *overrides, options=[...], **environment): a run of that name on two nodes."""
+
+    def submit_run(name: str, *overrides: str, options: tuple[str, ...] = (), **more: str) -> int:
+        settings = {"RECIPE": "recipe.yaml", "VENV": sys.prefix, "OMP_NUM_THREADS": "1"}
+        words = [*options, JOB, f"name={name}", *QUIET, *overrides]
+        return slurm.sbatch(*words, env=settings | more, cwd=directory)
+
+    return submit_run
+
+
+def metrics(directory: Path, name: str) -> list[dict]:
+    path = directory / "runs" / name / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for record in map(json.loads, lines) if record["kind"] == "train"]
+
+
+def steps(directory: Path, name: str) -> list[int]:
+    return [record["step"] for record in metrics(directory, name)]
+
+
+def wait_for_step(slurm: MiniCluster, directory: Path, name: str, job: int, step: int) -> None:
+    deadline = time.monotonic() + START_S
+    while step not in steps(directory, name):
+        said = slurm.output(job)
+        assert "ended with exit code" not in said.rpartition(", start ")[2], said
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+
+
+def kill(slurm: MiniCluster, job: int, words: str, node: str) -> None:
+    """kill -9 the processes of a job on a node whose command contains `words`."""
+    found = [p for p in slurm.processes(job) if p.machine == node and words in p.command]
+    assert found, slurm.processes(job)
+    for process in found:
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def wait_until_gone(slurm: MiniCluster, job: int) -> None:
+    deadline = time.monotonic() + 15
+    while left := slurm.processes(job):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_two_nodes_train_with_a_server_on_each(slurm, submit, directory):
+    job = submit("both", "train.steps=2")
+    slurm.wait(job, "COMPLETED", timeout=START_S)
+    assert steps(directory, "both") == [1, 2]
+    for record in metrics(directory, "both"):
+        assert record["rollout/servers"] == 2
+        assert record["on_policy/logprob_gap_max"] < 1e-4
+    logs = directory / "runs" / "both" / "logs" / f"{job}.0"
+    for node, ranks in ((0, set()), (1, {"rank_1.log"})):
+        place = logs / f"node_{node}_n{node + 1}"
+        assert {path.name for path in place.iterdir()} == {f"server_{node}.log"} | ranks
+        assert 'POST /generate HTTP/1.1" 200 OK' in (place / f"server_{node}.log").read_text()
+        assert f"http://10.99.0.{node + 1}:" in (place / f"server_{node}.log").read_text()
+    assert "\x1b" not in slurm.output(job)
+    wait_until_gone(slurm, job)
+
+
+def test_a_warned_job_of_trainer_and_server_nodes_goes_on_after_a_requeue(slurm, submit, directory):
+    """A warning, as Slurm sends it before the time limit."""
+    job = submit(
+        "warned",
+        "train.steps=1000",
+        "actor.data_parallel=1",
+        "rollout.servers=1",
+        ROLLOUT_NODES="1",
+    )
+    wait_for_step(slurm, directory, "warned", job, 2)
+    # What follows the requeue has few steps left.
+    recipe = directory / "recipe.yaml"
+    slurm.run("scancel", "--batch", "--signal=USR1", str(job))
+    slurm.wait_output(job, "ended with exit code 85")
+    stopped = steps(directory, "warned")[-1]
+    wait_for_step(slurm, directory, "warned", job, stopped + 1)
+    slurm.scancel(job)
+    slurm.wait(job, "CANCELLED")
+    done = steps(directory, "warned")
+    assert done == list(range(1, len(done) + 1))
+    assert f"resuming from runs/warned/checkpoints/step_{stopped}" in slurm.output(job)
+    assert recipe.exists()
+    attempts = directory / "runs" / "warned" / "attempts.jsonl"
+    assert [json.loads(line) for line in attempts.read_text().splitlines()] == [
+        {"attempt": f"{job}.0", "step": 0},
+        {"attempt": f"{job}.1", "step": stopped},
+    ]
+    logs = directory / "runs" / "warned" / "logs" / f"{job}.1"
+    assert not list(logs.glob("node_0_*/server_*")) and not list(logs.glob("node_1_*/rank_*"))
+    assert len(list(logs.glob("node_1_*/server_0.log"))) == 1
+    wait_until_gone(slurm, job)
+    assert slurm.job(job)["JobState"] == "CANCELLED", "a cancelled job is not queued again"
+
+
+def test_a_lost_server_costs_a_server_and_a_lost_rank_a_restart(slurm, submit, directory):
+    job = submit("lost", "train.steps=9", "checkpoint.every=1", "rollout.retries=5")
+    wait_for_step(slurm, directory, "lost", job, 1)
+    kill(slurm, job, "sglang.launch_server", node="n2")
+    wait_for_step(slurm, directory, "lost", job, 4)
+    assert metrics(directory, "lost")[-1]["rollout/servers"] == 1
+    assert "going on without server 1" in slurm.output(job)
+    kill(slurm, job, "-m megatron_opo train", node="n2")
+    said = slurm.wait_output(job, "queueing it again", timeout=60)
+    assert "error: rank 1 was killed by signal 9" in said
+    slurm.wait(job, "COMPLETED", timeout=START_S)
+    assert steps(directory, "lost") == list(range(1, 10))
+    assert metrics(directory, "lost")[-1]["rollout/servers"] == 2
+    wait_until_gone(slurm, job)
+
+
+def test_a_lost_node_ends_the_job_which_goes_on_on_another(slurm, submit, directory):
+    job = submit("node", "train.steps=1000", "checkpoint.every=1")
+    wait_for_step(slurm, directory, "node", job, 1)
+    lost = slurm.job(job)["NodeList"]
+    assert lost == "n[1-2]"
+    slurm.power_off("n2")
+    at = time.monotonic()
+    deadline = at + START_S
+    while "(n1 n3), start 2" not in slurm.output(job):
+        assert time.monotonic() < deadline, slurm.output(job)
+        time.sleep(0.2)
+    assert time.monotonic() - at < 90, "the end of a node is noticed within a minute or so"
+    trained = steps(directory, "node")[-1]
+    wait_for_step(slurm, directory, "node", job, trained + 1)
+    slurm.scancel(job)
+    slurm.wait(job, "CANCELLED")
+    done = steps(directory, "node")
+    assert done == list(range(1, len(done) + 1))
+    wait_until_gone(slurm, job)
+
+
+def test_a_cancelled_job_leaves_nothing_and_one_run_has_one_job(slurm, submit, directory):
+    job = submit("held", "train.steps=1000")
+    wait_for_step(slurm, directory, "held", job, 1)
+    second = submit("held", options=("--nodes=1", "--nodelist=n3"))
+    ended = slurm.wait(second, "FAILED", timeout=60)
+    assert ended["ExitCode"] == "2:0" and ended["Restarts"] == "0"
+    assert "another run is training in" in slurm.output(second)
+    assert steps(directory, "held")[-1] >= 1
+    slurm.scancel(job)
+    slurm.wait(job, "CANCELLED")
+    wait_until_gone(slurm, job)
+    time.sleep(6)  # longer than a requeued job waits
+    assert slurm.job(job)["JobState"] == "CANCELLED"
+
+
+def test_a_mistake_is_told_once_and_not_tried_again(slurm, submit):
+    job = submit("mistake", "rollout.servers=3")
+    ended = slurm.wait(job, "FAILED", timeout=60)
+    said = slurm.output(job)
+    assert ended["ExitCode"] == "2:0" and ended["Restarts"] == "0"
+    assert said.count("error:") == 1 + said.count("srun: error:")
+    assert "rollout.servers: 3 do not spread evenly over 2 nodes" in said
+
+
+def test_an_array_is_a_sweep(slurm, submit, directory):
+    (directory / "sweep.txt").write_text("optimizer.lr=1e-3\noptimizer.lr=nonsense\n")
+    options = ("--array=0-2", "--nodes=1")
+    job = submit("sweep", "rollout.servers=1", options=options, SWEEP="sweep.txt", CHECK_ONLY="1")
+    deadline = time.monotonic() + 120
+    while {entry["JobState"] for entry in slurm.jobs(job)} & {"PENDING", "RUNNING", "COMPLETING"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    found = {entry["ArrayTaskId"]: entry for entry in slurm.jobs(job)}
+    assert {task: entry["ExitCode"] for task, entry in found.items()} == {
+        "0": "0:0",
+        "1": "2:0",
+        "2": "2:0",
+    }
+    said = {task: Path(entry["StdOut"]).read_text() for task, entry in found.items()}
+    assert "1 node is fit" in said["0"]
+    assert "optimizer.lr" in said["1"] and "nonsense" in said["1"]
+    assert "sweep.txt has no line for array task 2" in said["2"]
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("slurm/opo_*.sbatch")))
+def test_job_scripts_ask_for_what_a_cluster_of_such_nodes_has(script, slurm, directory):
+    words = ["sbatch", "--test-only", "--partition=h200", str(ROOT / "slurm" / script)]
+    assert "to start at" in slurm.run(*words, cwd=directory).stderr
+
+
+def test_70b_is_refused_where_there_are_not_enough_nodes(slurm, directory):
+    script = str(ROOT / "slurm" / "opo_70b.sbatch")
+    words = ["sbatch", "--test-only", "--partition=h200_half", script]
+    refused = slurm.run(*words, cwd=directory, check=False)
+    assert refused.returncode != 0
+    assert "node configuration is not available" in refused.stderr
