@@ -159,7 +159,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def run_tool(work: Callable[[], int]) -> None:
+def exit_with(work: Callable[[], int]) -> None:
     """Run and exit; errors meant for the user are shown without a traceback."""
     try:
         code = work()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_opo.checkpoint_source import find_checkpoint
-from megatron_opo.convert import megatron_to_hf, shown_progress
+from megatron_opo.convert import DTYPES, exit_with, megatron_to_hf, shown_progress
 from megatron_opo.errors import CheckpointError, RecipeError, WeightError
 from megatron_opo.model_fit import check_model
 from megatron_opo.recipe import load_recipe
@@ -73,10 +73,8 @@ def run(model, tmp_path_factory) -> Path:
     return directory
 
 
-def test_there_and_back_by_the_tools(model, converted, tmp_path):
-    done = run_tool("convert_megatron_to_hf", converted, tmp_path / "back", "--verify")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("verify: the same model\n")
+def test_there_and_back_is_the_same_directory(model, converted, tmp_path):
+    assert to_hf(converted, tmp_path / "back", None) == 0
     left, right = (load_file(d / "model.safetensors") for d in (model, tmp_path / "back"))
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
@@ -97,22 +95,33 @@ def test_a_run_is_converted_to_a_chosen_dtype_and_shard_size(model, run, tmp_pat
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], stored[name].bfloat16().float()) for name in stored)
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
+    step = run / "checkpoints" / "step_3"
+    arguments = (str(target), str(step), "float32", "hf")
+    ((problems, said),) = run_ranks(1, verify_on_rank, *arguments)
+    assert problems == []
+    assert len(said) == 2
 
 
-def test_errors_have_one_line_and_code_2(model, converted):
-    done = run_tool("convert_hf_to_megatron", model, converted)
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"error: {converted} exists already: remove it or choose another place\n"
-    )
+def test_an_error_is_one_line_and_code_2(converted, capsys):
+    def fail() -> int:
+        raise CheckpointError("no such thing; give another")
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with(fail)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: no such thing; give another\n"
 
 
-def verify_on_rank(hf: str, megatron: str, written: str) -> tuple[list[str], list[str]]:
+def verify_on_rank(
+    hf: str, megatron: str, dtype: str | None, written: str
+) -> tuple[list[str], list[str]]:
     from megatron_opo.convert_check import check_conversion
 
     del os.environ["RANK"], os.environ["WORLD_SIZE"]  # the tools are a job of their own
     said: list[str] = []
-    return check_conversion(Path(hf), Path(megatron), None, written, said.append), said
+    return check_conversion(
+        Path(hf), Path(megatron), DTYPES[dtype] if dtype else None, written, said.append
+    ), said
 
 
 def test_verify_finds_what_was_tampered_with(model, converted, tmp_path):
@@ -121,13 +130,13 @@ def test_verify_finds_what_was_tampered_with(model, converted, tmp_path):
     tensors = load_file(tampered / "model.safetensors")
     tensors[NORM][3] += 1e-6
     save_file(tensors, tampered / "model.safetensors", metadata={"format": "pt"})
-    ((problems, said),) = run_ranks(1, verify_on_rank, str(tampered), str(converted), "hf")
+    ((problems, said),) = run_ranks(1, verify_on_rank, str(tampered), str(converted), None, "hf")
     assert len(problems) == 1
     assert problems[0].startswith(f"{NORM}: 1 of 32 values differ, the first of them ")
     assert said == ["verify: 46 tensors compared, 1 differ"]
     del tensors[NORM]
     save_file(tensors, tampered / "model.safetensors", metadata={"format": "pt"})
-    ((problems, said),) = run_ranks(1, verify_on_rank, str(tampered), str(converted), "hf")
+    ((problems, said),) = run_ranks(1, verify_on_rank, str(tampered), str(converted), None, "hf")
     assert said == []
     assert f"1 missing: {NORM}" in problems[0]
 

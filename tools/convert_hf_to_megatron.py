@@ -39,9 +39,9 @@ def main() -> None:
         parser.error(f"--threads: {options.threads}, must be at least 1")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it is work for a CPU
 
-    from megatron_opo.convert import DTYPES, hf_to_megatron, run_tool
+    from megatron_opo.convert import DTYPES, exit_with, hf_to_megatron
 
-    run_tool(
+    exit_with(
         lambda: hf_to_megatron(
             options.source,
             options.target,

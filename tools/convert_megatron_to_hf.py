@@ -50,9 +50,9 @@ def main() -> None:
         parser.error(f"--max-shard-gb: {options.max_shard_gb}, must be above 0")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it is work for a CPU
 
-    from megatron_opo.convert import DTYPES, megatron_to_hf, run_tool
+    from megatron_opo.convert import DTYPES, exit_with, megatron_to_hf
 
-    run_tool(
+    exit_with(
         lambda: megatron_to_hf(
             options.checkpoint,
             options.target,
