@@ -310,6 +310,28 @@ def test_layouts_that_do_not_fit_the_experts_are_refused(
     assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("keys", "overrides", "expected"),
+    [
+        (
+            {"mlp_only_layers": [2, 3]},
+            ["actor.pipeline_parallel=2"],
+            "actor.pipeline_parallel: 2 leaves stage 1 no layer with experts",
+        ),
+        ({"decoder_sparse_step": 2}, [], "only layers 1, 3 have experts"),
+        ({"tie_word_embeddings": True}, [], "`tie_word_embeddings` is true, but SGLang gives"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, [], "`norm_topk_prob` with"),
+    ],
+)
+def test_experts_that_cannot_be_trained_or_served_are_refused(
+    model_recipe, tmp_path, keys, overrides, expected
+):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | EXPERTS | keys))
+    with pytest.raises(RecipeError) as caught:
+        check_model(model_recipe(*overrides))
+    assert expected in str(caught.value)
+
+
 def test_layouts_that_fit_the_experts_pass(model_recipe, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | EXPERTS))
     layout = ["actor.tensor_parallel=2", "actor.sequence_parallel=true", "actor.expert_parallel=4"]
