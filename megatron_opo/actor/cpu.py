@@ -8,6 +8,7 @@ a stream of its own (experts). Each gets the CPU's answer here.
 """
 
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,7 +123,8 @@ def _replace_functions() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: None
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     # Experts: the dispatcher of tokens copies on a stream of its own.
-    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+    dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = stream
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     mappings._gather_along_first_dim = _gather_rows
     mappings._reduce_scatter_along_first_dim = _sum_and_scatter_rows

@@ -98,7 +98,8 @@ def mark_experts(model: torch.nn.Module) -> None:
 
 def use_router(layer: ModuleSpec) -> None:
     """Put our router into the spec of a layer with experts."""
-    mlp: Any = layer.submodules.mlp  # pyright: ignore[reportOptionalMemberAccess]
+    of_layer: Any = layer.submodules
+    mlp = of_layer.mlp
     # Newer Megatron versions have a partial function in the place of a spec.
-    submodules = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-    submodules.router = Router
+    of_mlp: Any = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    of_mlp.router = Router

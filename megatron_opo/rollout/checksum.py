@@ -60,9 +60,9 @@ class ExpertHashes:
 
     def add(self, number: int, piece: torch.Tensor, dim: int) -> None:
         self.waiting[number] = piece.detach()
-        while (piece := self.waiting.pop(self.done, None)) is not None:
+        while (following := self.waiting.pop(self.done, None)) is not None:
             for size, ranks in self.hashes.items():
-                for rank, shard in zip(ranks, piece.chunk(size, dim), strict=True):
+                for rank, shard in zip(ranks, following.chunk(size, dim), strict=True):
                     rank.update(shard)
             self.done += 1
 

@@ -28,8 +28,8 @@ def this_place() -> Place:
     return Place(
         rank=parallel_state.get_tensor_model_parallel_rank(),
         ranks=parallel_state.get_tensor_model_parallel_world_size(),
-        expert_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        expert_ranks=parallel_state.get_expert_tensor_parallel_world_size(),
+        expert_rank=parallel_state.get_expert_tensor_parallel_rank() or 0,
+        expert_ranks=parallel_state.get_expert_tensor_parallel_world_size() or 1,
     )
 
 
