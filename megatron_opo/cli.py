@@ -14,7 +14,7 @@ from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.model_fit import check_model
 from megatron_opo.plan import command as plan_command
 from megatron_opo.recipe import Recipe, dump_recipe, load_recipe
-from megatron_opo.runs import latest_checkpoint, only_run
+from megatron_opo.runs import is_restart, latest_checkpoint, only_run
 
 if TYPE_CHECKING:
     from megatron_opo.actor.parallel import Parallel
@@ -222,7 +222,8 @@ def _is_finished(recipe: Recipe) -> bool:
     run_path = recipe.run_path
     checkpoint = latest_checkpoint(run_path)
     if checkpoint is None:
-        if (run_path / "metrics.jsonl").exists():
+        # A job that was lost before its first checkpoint begins again; nobody else may.
+        if (run_path / "metrics.jsonl").exists() and not is_restart(run_path):
             raise RecipeError(
                 f"run_dir: {run_path} holds an earlier run that left no checkpoint to resume from; "
                 "add --fresh to move it aside and start anew, or choose another name= or run_dir="

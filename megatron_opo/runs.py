@@ -87,6 +87,17 @@ def attempts(run_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def is_restart(run_path: Path) -> bool:
+    """Whether this process belongs to a job that Slurm has started on this run before."""
+    own = os.environ.get(ATTEMPT_VARIABLE)
+    if not own:
+        return False
+    job = own.partition(".")[0]
+    return any(
+        a["attempt"] != own and a["attempt"].startswith(f"{job}.") for a in attempts(run_path)
+    )
+
+
 def check_attempt(run_path: Path) -> None:
     """Refuse to write for a job that was started again meanwhile.
 
