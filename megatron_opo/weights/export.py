@@ -59,13 +59,13 @@ def export_hf(
         for each in chain.from_iterable(bucket):
             owned.setdefault(each.owner, []).append(each)
         held = [parameters[each.row.megatron].detach() for each in owned.pop(here, [])]
+        # Nothing here keeps a bucket once it is done: there is never a second one in memory.
         if here == 0:
-            sources = {0: [tensor.to(dtype) for tensor in held]}
-            sources |= _receive(owned, dtype, device)
-            yield from _rebuilt(architecture, bucket, sources)
+            own = [tensor.to(dtype) for tensor in held]
+            yield from _rebuilt(architecture, bucket, {0: own} | _receive(owned, dtype, device))
+            del own
         elif held:
-            message = torch.cat([tensor.to(dtype).reshape(-1) for tensor in held])
-            _exchange([dist.P2POp(dist.isend, message, 0)])
+            _send(held, dtype)
 
 
 def _agreed_parameters(
@@ -138,6 +138,15 @@ def _receive(
         ]
         for owner, message in messages.items()
     }
+
+
+def _send(tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """To rank 0, as one message."""
+    sizes = [tensor.numel() for tensor in tensors]
+    message = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+    for place, tensor in zip(message.split(sizes), tensors, strict=True):
+        place.view(tensor.shape).copy_(tensor)
+    _exchange([dist.P2POp(dist.isend, message, 0)])
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
