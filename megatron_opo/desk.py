@@ -24,6 +24,7 @@ from megatron_opo.rollout import (
     Rollout,
     RolloutStats,
     Server,
+    SharedBucket,
     close_servers,
     launch_servers,
     wait_healthy,
@@ -57,6 +58,15 @@ class Desk:
             wait_healthy(
                 self.rollout.servers, self.recipe.rollout.start_timeout_s, on_wait=self._show_wait
             )
+
+    def leave_out_dead_servers(self) -> None:
+        for server in self.rollout.drop_dead_servers():
+            self.log.warn(f"going on without {server.describe_exit()}")
+
+    def release_servers(self) -> None:
+        """They give their memory back, and can sample again after the next sync."""
+        self.leave_out_dead_servers()
+        self.rollout.release()
 
     def _show_wait(self, server: Server, seconds: float, last_line: str) -> None:
         self.log.advance(seconds, None, f"waiting for {server.name} to load: {last_line}")
@@ -170,12 +180,14 @@ def open_desk(
     hf_config: dict,
     device: str,
     checkpoint: Checkpoint | None,
+    shared: SharedBucket | None,
 ) -> Desk:
     """Load the data, start reward workers, and start servers without waiting for them.
 
     Args:
         device: "cpu" or "cuda", for the servers.
         checkpoint: what the run resumes from.
+        shared: what weights are sent by, where that is shared memory.
     """
     tokenizer = load_tokenizer(recipe.model.path)
     check_tokenizer(tokenizer, hf_config["vocab_size"])
@@ -216,9 +228,10 @@ def open_desk(
         rollout = Rollout(
             servers,
             recipe.rollout,
-            recipe.sync,
+            recipe.sync.model_copy(update={"transport": recipe.transport(device)}),
             recipe.model,
             disk_dir=recipe.run_path / "sync",
+            shared=shared,
         )
         return Desk(
             recipe,

@@ -158,10 +158,26 @@ class RolloutConfig(Section):
         default={}, description="SGLang's own launch options, by their names (max_total_tokens)"
     )
     server_env: dict[str, str] = Field(default={}, description="environment of the servers")
+    hand_over_memory: bool | None = Field(
+        default=None,
+        description="servers and trainer each give their memory back while the other works; null: "
+        "where they share GPUs",
+    )
     max_concurrent_requests: PositiveInt = Field(default=256, description="samples in flight")
     request_timeout_s: PositiveFloat = 600.0
     retries: NonNegativeInt = 3
     start_timeout_s: PositiveFloat = 300.0
+
+    def shares_gpus(self, device: str) -> bool:
+        """Whether the servers are on the GPUs that the trainer trains on. `device` is the
+        trainer's, "cpu" or "cuda"."""
+        return device == "cuda" and not self.nodes and not self.urls
+
+    def hands_over(self, device: str) -> bool:
+        """`hand_over_memory`, decided."""
+        if self.hand_over_memory is None:
+            return self.shares_gpus(device)
+        return self.hand_over_memory
 
     @model_validator(mode="after")
     def _addresses(self):
@@ -189,7 +205,11 @@ class RolloutConfig(Section):
 
 
 class SyncConfig(Section):
-    transport: Literal["distributed", "disk"] = "distributed"
+    transport: Literal["auto", "distributed", "shared_memory", "disk"] = Field(
+        default="auto",
+        description="shared_memory: servers are on the trainers' nodes; auto: that where they "
+        "share GPUs, else distributed",
+    )
     bucket_mb: PositiveInt = Field(default=256, description="weights sent per message")
     verify: bool = Field(default=True, description="compare checksums after each sync")
 
@@ -387,6 +407,12 @@ class Recipe(Section):
     def run_path(self) -> Path:
         return Path(self.run_dir.format(name=self.name))
 
+    def transport(self, device: str) -> str:
+        """`sync.transport`, decided. `device` is the trainer's, "cpu" or "cuda"."""
+        if self.sync.transport != "auto":
+            return self.sync.transport
+        return "shared_memory" if self.rollout.shares_gpus(device) else "distributed"
+
     @property
     def model_parallel_size(self) -> int:
         return self.actor.tensor_parallel * self.actor.pipeline_parallel
@@ -438,6 +464,16 @@ class Recipe(Section):
             problems.append(
                 f"algorithm.overlong_buffer ({buffer}) exceeds rollout.max_response_tokens "
                 f"({rollout.max_response_tokens}): every response would be penalised; lower it"
+            )
+        if rollout.nodes and rollout.hand_over_memory:
+            problems.append(
+                f"rollout.hand_over_memory is true but rollout.nodes is {rollout.nodes}: those "
+                "nodes only generate, so there is nobody to hand memory to; set it to null"
+            )
+        if rollout.nodes and self.sync.transport == "shared_memory":
+            problems.append(
+                f"sync.transport is shared_memory but rollout.nodes is {rollout.nodes}: servers on "
+                "nodes of their own share no memory with the trainer; set it to auto"
             )
         if set("{}") & set(self.run_dir.replace("{name}", "")):
             problems.append(f"run_dir is {self.run_dir!r}: only {{name}} may stand in braces")

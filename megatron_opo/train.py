@@ -5,6 +5,7 @@ cursor, servers, reward workers, log); `driver.run` is how a stage of rank 0 sta
 program. On the other ranks `desk`, and whatever a stage returns, is None, whatever its type says.
 """
 
+import os
 import shutil
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_opo.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_opo.actor.parallel import Parallel
@@ -33,9 +35,10 @@ from megatron_opo.observe.metrics import eval_metrics, rollout_metrics
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
+from megatron_opo.rollout import SharedBucket, share_over_nodes
 from megatron_opo.runs import EXPORTS, exports, latest_checkpoint
 from megatron_opo.spmd import Driver
-from megatron_opo.weights.export import export_hf
+from megatron_opo.weights.export import export_hf, largest_tensor
 from megatron_opo.weights.families import read_architecture
 from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
@@ -50,16 +53,26 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
     hf_config = check_model(recipe)
     read_architecture(hf_config)  # a model that is not supported must not cost a server's start
     checkpoint = latest_checkpoint(recipe.run_path)
-    desk = driver.run(lambda: open_desk(recipe, hf_config, parallel.device.type, checkpoint))
+    device = parallel.device.type
+    shared = open_shared_bucket(recipe, hf_config, parallel)
+    desk = driver.run(lambda: open_desk(recipe, hf_config, device, checkpoint, shared))
     with desk or nullcontext():
+        hands_over = recipe.rollout.hands_over(device)
+        if hands_over:
+            # Servers take a share of the memory that they find free: they come first, and go.
+            driver.run(lambda: desk.wait_until_ready())
+            driver.run(lambda: desk.release_servers())
         actor = Actor(recipe, hf_config, parallel, driver)
         load_start(actor)
         actor.weights_loaded()
         if checkpoint:
             load_checkpoint(actor, checkpoint)
-        driver.run(lambda: desk.wait_until_ready())
-        if actor.version > 0 or recipe.rollout.urls or recipe.model.megatron_checkpoint:
-            sync(actor, desk, driver)
+        if hands_over:
+            hand_over_to_servers(actor, desk)
+        else:
+            driver.run(lambda: desk.wait_until_ready())
+        if hands_over or actor.version > 0 or has_other_start(recipe):
+            sync(actor, desk, driver, shared)
         check_probe(actor, desk, driver)
         if recipe.eval.at_start and actor.version == 0:
             driver.run(lambda: evaluate(desk, version=0))
@@ -69,10 +82,12 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
             if is_asked_to_stop(desk, driver):
                 checkpoint_and_note(actor, desk, driver)
                 return False
+            hand_over_to_trainer(actor, desk, driver)
             set_advantages(batch, actor, desk, driver)
             with phase(desk, "update"):
                 metrics = actor.update(batch, version=step)
-            metrics |= sync(actor, desk, driver)
+            hand_over_to_servers(actor, desk)
+            metrics |= sync(actor, desk, driver, shared)
             driver.run(lambda: log_step(desk, batch, metrics, version=step))  # noqa: B023
             done = actor.version == recipe.train.steps
             if is_due(recipe.eval.every, actor.version) or (done and recipe.eval.at_end):
@@ -175,21 +190,59 @@ def write_advantages(desk: Desk, batch: PackedBatch, scores: Scores | None) -> N
         group_advantages_(batch, algorithm.estimator, algorithm.singleton, energies)
 
 
-def sync(actor: Actor, desk: Desk, driver: Driver) -> dict[str, float]:
+def open_shared_bucket(recipe: Recipe, hf_config: dict, parallel: Parallel) -> SharedBucket | None:
+    """What weights are sent by, where that is shared memory."""
+    if recipe.transport(parallel.device.type) != "shared_memory":
+        return None
+    largest = largest_tensor(hf_config) * getattr(torch, recipe.model.dtype).itemsize
+    capacity = max(recipe.sync.bucket_mb * 2**20, largest)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world_size))
+    return share_over_nodes(capacity, parallel.device, ranks_per_node, parallel.control)
+
+
+def has_other_start(recipe: Recipe) -> bool:
+    """Whether the actor starts from other weights than the servers."""
+    return bool(recipe.rollout.urls or recipe.model.megatron_checkpoint)
+
+
+def hand_over_to_trainer(actor: Actor, desk: Desk, driver: Driver) -> None:
+    """With rollout.hand_over_memory: the servers give their memory back, the actor takes its."""
+    if actor.memory.is_away:
+        with phase(desk, "hand_over"):
+            driver.run(lambda: desk.release_servers())
+            actor.memory.take_back()
+
+
+def hand_over_to_servers(actor: Actor, desk: Desk) -> None:
+    """With rollout.hand_over_memory: the actor gives its memory back, which the servers take as
+    they get new weights (`sync`)."""
+    if actor.recipe.rollout.hands_over(actor.parallel.device.type):
+        with phase(desk, "hand_over"):
+            actor.memory.give_away()
+            dist.barrier(group=actor.parallel.control)
+
+
+def sync(actor: Actor, desk: Desk, driver: Driver, shared: SharedBucket | None) -> dict[str, float]:
     """Give the servers the actor's weights as its version."""
-    weights = export_hf(actor.modules, actor.hf_config, actor.dtype)
+    weights = export_hf(actor.modules, actor.hf_config, actor.dtype, shapes_elsewhere=True)
 
     def send() -> dict[str, float]:
         try:
-            for server in desk.rollout.drop_dead_servers():
-                desk.log.warn(f"going on without {server.describe_exit()}")
+            desk.leave_out_dead_servers()
             with desk.log.phase("sync"):
                 stats = desk.rollout.sync(weights, version=actor.version)
         finally:
+            if shared is not None:
+                shared.stop()
             deque(weights, maxlen=0)  # the other ranks give their parts to the end
         return {"sync/seconds": stats.seconds, "sync/bytes": stats.bytes}
 
-    return driver.run(send, meanwhile=lambda: deque(weights, maxlen=0)) or {}
+    def take_part() -> None:
+        if shared is not None:
+            shared.follow(weights)
+        deque(weights, maxlen=0)
+
+    return driver.run(send, meanwhile=take_part) or {}
 
 
 def evaluate(desk: Desk, version: int) -> None:

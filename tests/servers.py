@@ -35,13 +35,16 @@ class Pool:
     scratch: Path
     version: int = 0
 
-    def rollout(self, servers: list[Server] | None = None, sync=None, **settings) -> Rollout:
+    def rollout(
+        self, servers: list[Server] | None = None, sync=None, shared=None, **settings
+    ) -> Rollout:
         return Rollout(
             servers or self.servers,
             self.config.model_copy(update=settings),
             sync or SyncConfig(bucket_mb=1),
             self.model,
             disk_dir=self.scratch / "disk",
+            shared=shared,
         )
 
     def next_version(self) -> int:

@@ -38,7 +38,7 @@ ALLOWED = {
     | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "stop"},
     "train": BASE
     | {"actor", "advantages", "checkpoint_source", "desk", "dynamic_sampling", "model_fit"}
-    | {"observe", "on_policy", "runs", "spmd", "weights"},
+    | {"observe", "on_policy", "rollout", "runs", "spmd", "weights"},
 }
 ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": set()}
 

@@ -206,6 +206,7 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
 def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path):
     project = make_project(tmp_path)
     arguments = ["actor.data_parallel=2", "eval.at_start=false", "eval.at_end=false"]
+    arguments += ["rollout.hand_over_memory=true", "sync.transport=shared_memory"]
     command = [sys.executable, "-m", "megatron_opo", "train", "recipe.yaml", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     metrics = project / "runs" / "letters" / "metrics.jsonl"

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_opo.errors import OnPolicyError, ServerError, WeightError
 from megatron_opo.recipe import SyncConfig
+from megatron_opo.rollout.buckets import buckets, sendable
 from megatron_opo.rollout.checksum import ExpectedChecksums, hash_cpu, hash_cuda
 from megatron_opo.rollout.group import address_towards
-from megatron_opo.rollout.sync import buckets
 
 NORM_0 = "model.layers.0.input_layernorm.weight"
 NORM_1 = "model.layers.1.input_layernorm.weight"
@@ -290,7 +290,7 @@ sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 @given(sizes, st.integers(4, 200))
 def test_buckets_hold_everything_once_in_order_within_the_limit(lengths, limit):
     weights = {f"w{i}": torch.arange(float(n)) for i, n in enumerate(lengths)}
-    parts = list(buckets(iter(weights.items()), limit, torch.float32, "cpu"))
+    parts = list(buckets(iter(weights.items()), limit))
     assert [name for part in parts for name, _ in part] == list(weights)
     for part in parts:
         total = sum(tensor.nbytes for _, tensor in part)
@@ -305,9 +305,9 @@ def test_buckets_hold_everything_once_in_order_within_the_limit(lengths, limit):
 def test_a_weight_exported_twice_is_refused():
     twice = [("w", torch.ones(1)), ("w", torch.ones(1))]
     with pytest.raises(WeightError, match="w: exported twice"):
-        list(buckets(iter(twice), 100, torch.float32, "cpu"))
+        list(sendable(iter(twice), torch.float32, "cpu"))
     with pytest.raises(WeightError, match="no weights were exported"):
-        list(buckets(iter([]), 100, torch.float32, "cpu"))
+        list(sendable(iter([]), torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 from megatron_opo.actor.logprobs import token_logprobs
 from megatron_opo.actor.loss import policy_gradient_loss, token_weights
 from megatron_opo.actor.model import build_model, output_weight
+from megatron_opo.actor.offload import UpdateMemory
 from megatron_opo.actor.optimizer import build_optimizer, learning_rate
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.schedule import plan_micro_batches
@@ -114,6 +115,7 @@ class Actor:
         ]
         self.optimizer = build_optimizer(recipe.optimizer, self.model, self.dtype)
         self.config.grad_scale_func = self.optimizer.scale_loss
+        self.memory = UpdateMemory(self.model, self.optimizer)
 
     def weights_loaded(self) -> None:
         """Call after the modules' parameters were overwritten: the optimizer keeps its own copy."""
@@ -137,6 +139,7 @@ class Actor:
                 f"version {self.version}: exact on-policy training takes one optimizer step per "
                 "rollout, on the rollout of the current policy"
             )
+        assert not self.memory.is_away, "the optimizer's state is on the host"
         started = time.perf_counter()
         rollout = batch
         batch = self._share(batch)

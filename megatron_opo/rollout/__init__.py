@@ -7,14 +7,17 @@ from megatron_opo.rollout.server import (
     launch_servers,
     wait_healthy,
 )
+from megatron_opo.rollout.shared_memory import SharedBucket, share_over_nodes
 from megatron_opo.rollout.sync import SyncStats
 
 __all__ = [
     "Rollout",
     "RolloutStats",
     "Server",
+    "SharedBucket",
     "SyncStats",
     "close_servers",
     "launch_servers",
+    "share_over_nodes",
     "wait_healthy",
 ]

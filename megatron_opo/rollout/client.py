@@ -20,8 +20,10 @@ from megatron_opo.rollout.answers import (
     read_samples,
     sampling_request,
 )
+from megatron_opo.rollout.buckets import Weights
 from megatron_opo.rollout.server import Server, close_servers
-from megatron_opo.rollout.sync import SyncStats, Weights, WeightSync
+from megatron_opo.rollout.shared_memory import SharedBucket
+from megatron_opo.rollout.sync import SyncStats, WeightSync
 from megatron_opo.rollout.wire import call, no_answer, open_session, shorten
 
 FIRST_BACKOFF_S = 0.25
@@ -64,8 +66,13 @@ class Rollout:
         model: ModelConfig,
         *,
         disk_dir: Path,
+        shared: SharedBucket | None = None,
     ):
-        """`disk_dir` is where sync.transport "disk" puts weights; the servers must see it too."""
+        """
+        Args:
+            disk_dir: where sync.transport "disk" puts weights; the servers must see it too.
+            shared: what sync.transport "shared_memory" sends by.
+        """
         config = json.loads((Path(model.path) / "config.json").read_text())
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         self.servers = list(servers)
@@ -74,7 +81,7 @@ class Rollout:
         self.needs_sync = not all(server.launched for server in servers)
         self._config = rollout
         self._vocab_size = int(config["vocab_size"])
-        self._sync = WeightSync(sync, model, kv_heads, rollout.request_timeout_s, disk_dir)
+        self._sync = WeightSync(sync, model, kv_heads, rollout.request_timeout_s, disk_dir, shared)
         self._in_flight: dict[str, int] = {}
 
     def generate(
@@ -202,6 +209,18 @@ class Rollout:
         self.needs_sync = False
         return stats
 
+    def release(self) -> None:
+        """Have the servers give the memory of weights and cache back; the next `sync` takes it.
+
+        Nothing can be sampled until then, as their weights are gone. Without effect when it was
+        given back already.
+
+        Raises:
+            ServerError: a server refuses, dies, or does not answer in time.
+        """
+        self.needs_sync = True
+        asyncio.run(self._sync.release(self.servers))
+
     def drop_dead_servers(self) -> list[Server]:
         """Go on without those that have exited; which these were.
 
@@ -224,8 +243,8 @@ class Rollout:
         if self.needs_sync:
             raise OnPolicyError(
                 "the servers' weights are unknown: they were given by rollout.urls and never "
-                "synced, or the last sync did not complete. Nothing is sampled until a sync "
-                "succeeds"
+                "synced, or their memory was released since, or the last sync did not complete. "
+                "Nothing is sampled until a sync succeeds"
             )
 
     def _count(self, prompt: Prompt, samples: Sequence[Sample]) -> None:

@@ -57,16 +57,24 @@ def address_towards(url: str) -> str:
 
     A name would let both sides choose between IPv4 and IPv6, and they need not choose alike.
     """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing; it only asks the routing table.
+        probe.connect(_address_of(url))
+        return probe.getsockname()[0]
+
+
+def is_here(url: str) -> bool:
+    """Whether `url` is on this machine: then the way there begins where it ends."""
+    return address_towards(url) == _address_of(url)[0]
+
+
+def _address_of(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     host, port = parts.hostname or "127.0.0.1", parts.port or 80
     try:
-        target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
+        return socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0][4]  # pyright: ignore[reportReturnType]
     except socket.gaierror as error:
         raise ServerError(f"{url}: {host} has no IPv4 address: {error.strerror}") from None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only asks the routing table.
-        probe.connect(target)
-        return probe.getsockname()[0]
 
 
 async def join_group(

@@ -25,7 +25,7 @@ from megatron_opo.rollout import guard
 STOP_GRACE_S = 2.0
 HEALTH_ANSWER_S = 30.0
 
-# Set by the launcher of a job of several nodes: name, url and log of every server of the job.
+# Set by the launcher of a job of several nodes: name, url, log and node of every server of the job.
 SERVERS_VARIABLE = "MEGATRON_OPO_SERVERS"
 # Set by torchrun or srun for the trainer; a server that inherits them would look for the
 # trainer's rendezvous instead of making its own.
@@ -49,7 +49,8 @@ TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 @dataclass(frozen=True)
 class Server:
     """One SGLang server. `process` and `log` are None for a server given by rollout.urls; one that
-    another node's launcher started has only a log, on a file system that all nodes share.
+    another node's launcher started has only a log, on a file system that all nodes share. `node`
+    counts the job's nodes; servers given by URL count as the first one's.
 
     `process` is the guard that leads the server's process group and exits with its code, or with
     128 and the number of the signal that ended it.
@@ -59,6 +60,7 @@ class Server:
     url: str
     process: subprocess.Popen | None = None
     log: Path | None = None
+    node: int = 0
     owner: int = field(default_factory=os.getpid)
 
     @property
@@ -150,7 +152,7 @@ def launch_servers(
         ]
     if described := os.environ.get(SERVERS_VARIABLE):
         return [
-            Server(name=each["name"], url=each["url"], log=Path(each["log"]))
+            Server(each["name"], each["url"], log=Path(each["log"]), node=each["node"])
             for each in json.loads(described)
         ]
     if not (Path(model.path) / "config.json").is_file():
@@ -226,6 +228,7 @@ def server_options(
         }
     else:
         options["base_gpu_id"] = index * rollout.tensor_parallel
+        options["enable_memory_saver"] = rollout.hands_over(device)
     return options | rollout.server_args
 
 

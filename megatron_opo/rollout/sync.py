@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,22 +22,24 @@ from safetensors.torch import save_file
 
 from megatron_opo.errors import ServerError, WeightError
 from megatron_opo.recipe import ModelConfig, SyncConfig
+from megatron_opo.rollout.buckets import Bucket, Progress, Weights, buckets, sendable
 from megatron_opo.rollout.checksum import ExpectedChecksums
 from megatron_opo.rollout.group import (
     Placement,
     WeightGroup,
     in_thread,
+    is_here,
     join_group,
     leave_group,
     together,
 )
 from megatron_opo.rollout.server import Server
+from megatron_opo.rollout.shared_memory import SharedBucket
 from megatron_opo.rollout.wire import call, call_all
 
 UPDATING = "updating"
 FLUSH_TIMEOUT_S = 60.0
-
-Weights = Iterator[tuple[str, torch.Tensor]]
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 @dataclass(frozen=True)
@@ -61,40 +64,6 @@ async def ask_placement(
             "be sent to one kind at a time"
         )
     return Placement(devices.pop(), tuple(int(info["tp_size"]) for info in infos))
-
-
-def buckets(weights: Weights, limit_bytes: int, dtype: torch.dtype, device: str):
-    """Group the weights into lists of up to `limit_bytes`, or of one larger tensor.
-
-    Floating-point tensors are cast to `dtype`, the one that the servers compute in.
-
-    Raises:
-        WeightError: a tensor that is not finite, or a name that comes twice.
-    """
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    seen: set[str] = set()
-    for name, tensor in weights:
-        if name in seen:
-            raise WeightError(f"{name}: exported twice; each weight must be sent once")
-        seen.add(name)
-        tensor = tensor.detach()
-        if tensor.is_floating_point():
-            if not torch.isfinite(tensor).all():
-                raise WeightError(
-                    f"{name}: holds values that are not finite; the last optimizer step broke it, "
-                    "so nothing may be sampled from it. Lower optimizer.lr or resume earlier"
-                )
-            tensor = tensor.to(dtype)
-        tensor = tensor.to(device).contiguous()
-        if bucket and size + tensor.nbytes > limit_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if not seen:
-        raise WeightError("no weights were exported, so there is nothing to send to the servers")
-    yield bucket
 
 
 async def send_bucket(
@@ -162,30 +131,33 @@ async def begin_session(
     await asyncio.gather(*(begin(server) for server in servers))
 
 
-async def close_update(
+async def verify(
     session: aiohttp.ClientSession,
     servers: list[Server],
-    expected: ExpectedChecksums | None,
-    version: int,
+    expected: ExpectedChecksums,
     timeout_s: float,
 ) -> int:
-    """Verify, stamp the version, resume; the number of checksums compared.
+    """The number of checksums compared.
 
     Raises:
         WeightError: a server's weights are not the ones that were sent.
+    """
+    body = {"action": "checksum"}
+    answers = await call_all(session, servers, "/weights_checker", body, timeout_s=timeout_s)
+    return sum(
+        expected.compare(f"{server.name} ({server.url})", answer["ranks"])
+        for server, answer in zip(servers, answers, strict=True)
+    )
+
+
+async def close_update(
+    session: aiohttp.ClientSession, servers: list[Server], version: int, timeout_s: float
+) -> None:
+    """Stamp the version and sample again.
+
+    Raises:
         ServerError: a server does not report the new version afterwards.
     """
-    compared = 0
-    if expected is not None:
-        answers = await call_all(
-            session,
-            servers,
-            "/weights_checker",
-            {"action": "checksum"},
-            timeout_s=timeout_s,
-        )
-        for server, answer in zip(servers, answers, strict=True):
-            compared += expected.compare(f"{server.name} ({server.url})", answer["ranks"])
     await _set_version(session, servers, str(version), timeout_s)
     infos = await call_all(session, servers, "/model_info", timeout_s=timeout_s)
     for server, info in zip(servers, infos, strict=True):
@@ -195,22 +167,9 @@ async def close_update(
                 f"after it was set to {version}; does another trainer update it?"
             )
     await call_all(session, servers, "/continue_generation", {}, timeout_s=timeout_s)
-    return compared
 
 
-@dataclass
-class Progress:
-    """What an update has sent so far."""
-
-    bytes: int = 0
-    tensors: int = 0
-
-    def count(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        self.bytes += sum(tensor.nbytes for _, tensor in bucket)
-        self.tensors += len(bucket)
-
-
-def write_model(parts, directory: Path, model: ModelConfig, progress: Progress, on_bucket) -> None:
+def write_model(parts: Iterator[Bucket], directory: Path, model: ModelConfig) -> None:
     """Write buckets as a Hugging Face model directory, which appears only when complete.
 
     Raises:
@@ -218,15 +177,15 @@ def write_model(parts, directory: Path, model: ModelConfig, progress: Progress, 
     """
     partial = directory.with_name(directory.name + ".partial")
     weight_map: dict[str, str] = {}
+    size = 0
     try:
         partial.mkdir(parents=True)
         for i, bucket in enumerate(parts):
-            on_bucket(bucket)
-            progress.count(bucket)
             file = f"model-{i:05d}.safetensors"
             save_file(dict(bucket), partial / file, metadata={"format": "pt"})
             weight_map |= {name: file for name, _ in bucket}
-        index = {"metadata": {"total_size": progress.bytes}, "weight_map": weight_map}
+            size += sum(tensor.nbytes for _, tensor in bucket)
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index))
         shutil.copy(Path(model.path) / "config.json", partial)
         os.replace(partial, directory)
@@ -238,7 +197,8 @@ def write_model(parts, directory: Path, model: ModelConfig, progress: Progress, 
 
 
 class WeightSync:
-    """Sends weights by the recipe's transport; keeps the process group between updates."""
+    """Sends weights by the recipe's transport; keeps the process group between updates, and knows
+    what memory the servers have given back."""
 
     def __init__(
         self,
@@ -247,14 +207,38 @@ class WeightSync:
         kv_heads: int,
         timeout_s: float,
         disk: Path,
+        shared: SharedBucket | None,
     ):
+        """`shared` is given where the transport is shared_memory; "auto" stands for distributed."""
         self._config = config
         self._model = model
         self._kv_heads = kv_heads
         self._timeout_s = timeout_s
         self._disk = disk / "weights"
+        self._shared = shared
         self._group: WeightGroup | None = None
         self._members: list[str] = []
+        self._released: list[str] = []
+
+    async def release(self, servers: list[Server]) -> None:
+        """Stop sampling and give the memory of weights and cache back; see `Rollout.release`."""
+        if self._released:
+            return
+        async with aiohttp.ClientSession() as session:
+            await open_update(session, servers, self._timeout_s)
+            tags = [KV_CACHE, WEIGHTS]
+            path = "/release_memory_occupation"
+            await call_all(session, servers, path, {"tags": tags}, timeout_s=self._timeout_s)
+            self._released = tags
+
+    async def _resume(
+        self, session: aiohttp.ClientSession, servers: list[Server], tag: str
+    ) -> None:
+        # A server does not survive being asked for what it has.
+        if tag in self._released:
+            path = "/resume_memory_occupation"
+            await call_all(session, servers, path, {"tags": [tag]}, timeout_s=self._timeout_s)
+            self._released.remove(tag)
 
     async def update(self, servers: list[Server], weights: Weights, version: int) -> SyncStats:
         """Replace all weights; see `Rollout.sync`."""
@@ -262,7 +246,9 @@ class WeightSync:
         timeout_s = self._timeout_s
         async with aiohttp.ClientSession() as session:
             placement = await ask_placement(session, servers, timeout_s)
-            await open_update(session, servers, timeout_s)
+            if not self._released:
+                await open_update(session, servers, timeout_s)
+            await self._resume(session, servers, WEIGHTS)
             expected = None
             if self._config.verify:
                 expected = ExpectedChecksums(
@@ -271,19 +257,48 @@ class WeightSync:
                     kv_heads=self._kv_heads,
                 )
             progress = Progress()
-            dtype = getattr(torch, self._model.dtype)
-            limit = self._config.bucket_mb * 2**20
-            if self._config.transport == "disk":
-                parts = buckets(weights, limit, dtype, "cpu")
-                await self._by_disk(session, servers, parts, expected, progress, version)
-            else:
-                parts = buckets(weights, limit, dtype, placement.device)
-                await self._by_broadcast(session, servers, placement, parts, expected, progress)
-            compared = await close_update(session, servers, expected, version, timeout_s)
+            outgoing = self._noted(weights, placement.device, expected, progress)
+            await self._send(session, servers, placement, outgoing, version)
+            compared = 0
+            if expected is not None:
+                compared = await verify(session, servers, expected, timeout_s)
+            # What this process's allocator still holds may be what the cache needs.
+            torch.cuda.empty_cache()
+            await self._resume(session, servers, KV_CACHE)
+            await close_update(session, servers, version, timeout_s)
         seconds = time.monotonic() - start
         return SyncStats(seconds, progress.bytes, progress.tensors, compared)
 
-    async def _by_broadcast(self, session, servers, placement, parts, expected, progress) -> None:
+    def _noted(
+        self, weights: Weights, device: str, expected: ExpectedChecksums | None, progress: Progress
+    ) -> Weights:
+        """The weights as they are sent, counted and expected."""
+        on_disk = self._config.transport == "disk"
+        dtype = getattr(torch, self._model.dtype)
+        for name, tensor in sendable(weights, dtype, "cpu" if on_disk else device):
+            progress.count(tensor)
+            if expected is not None:
+                expected.add(name, tensor)
+            yield name, tensor
+
+    async def _send(
+        self,
+        session: aiohttp.ClientSession,
+        servers: list[Server],
+        placement: Placement,
+        weights: Weights,
+        version: int,
+    ) -> None:
+        if self._config.transport == "shared_memory":
+            await self._by_shared_memory(session, servers, placement, weights)
+            return
+        parts = buckets(weights, self._config.bucket_mb * 2**20)
+        if self._config.transport == "disk":
+            await self._by_disk(session, servers, parts, version)
+        else:
+            await self._by_broadcast(session, servers, placement, parts)
+
+    async def _by_broadcast(self, session, servers, placement, parts: Iterator[Bucket]) -> None:
         # Kept only after success: a group in which a send failed may hold a stuck message.
         group, self._group = self._group, None
         members = [server.url for server in servers]
@@ -293,8 +308,6 @@ class WeightSync:
         try:
             await begin_session(session, servers, self._timeout_s)
             for bucket in parts:
-                _expect(expected, bucket)
-                progress.count(bucket)
                 await send_bucket(session, servers, group, bucket, self._timeout_s)
             await call_all(session, servers, "/end_weight_update", {}, timeout_s=self._timeout_s)
         except BaseException:
@@ -303,12 +316,42 @@ class WeightSync:
             raise
         self._group, self._members = group, members
 
-    async def _by_disk(self, session, servers, parts, expected, progress, version) -> None:
+    async def _by_shared_memory(self, session, servers, placement, weights: Weights) -> None:
+        shared, timeout_s = self._shared, self._timeout_s
+        assert shared is not None
+        shared.check_reach(servers, is_here)
+        ranks = dict(zip(servers, placement.tensor_parallel, strict=True))
+        ranks_by_node: Counter[int] = Counter()
+        for server, count in ranks.items():
+            ranks_by_node[server.node] += count
+        await begin_session(session, servers, timeout_s)
+        for entries in shared.fill(weights):
+            shared.publish(entries, max(ranks_by_node.values()))
+            messages = {node: shared.message(node, entries) for node in ranks_by_node}
+            await asyncio.gather(
+                *(
+                    call(
+                        session,
+                        server,
+                        "/update_weights_from_tensor",
+                        {
+                            "serialized_named_tensors": [messages[server.node]] * count,
+                            "load_format": "flattened_bucket",
+                            "flush_cache": False,
+                        },
+                        timeout_s=timeout_s,
+                    )
+                    for server, count in ranks.items()
+                )
+            )
+        await call_all(session, servers, "/end_weight_update", {}, timeout_s=timeout_s)
+
+    async def _by_disk(self, session, servers, parts: Iterator[Bucket], version: int) -> None:
         # Only now, not right after the last update: a server answers when its first rank has
         # read the files, and the others may still be reading.
         shutil.rmtree(self._disk, ignore_errors=True)
         directory = (self._disk / f"version_{version}").absolute()
-        write_model(parts, directory, self._model, progress, lambda b: _expect(expected, b))
+        write_model(parts, directory, self._model)
         body = {"model_path": str(directory), "load_format": "auto"}
         await call_all(
             session, servers, "/update_weights_from_disk", body, timeout_s=self._timeout_s
@@ -318,9 +361,5 @@ class WeightSync:
         """Forget the process group and remove the weights that were written for the servers."""
         self._group = None
         shutil.rmtree(self._disk, ignore_errors=True)
-
-
-def _expect(expected: ExpectedChecksums | None, bucket: list[tuple[str, torch.Tensor]]) -> None:
-    if expected is not None:
-        for name, tensor in bucket:
-            expected.add(name, tensor)
+        if self._shared is not None:
+            self._shared.close()

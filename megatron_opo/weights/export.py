@@ -32,6 +32,7 @@ def export_hf(
     dtype: torch.dtype,
     *,
     bucket_bytes: int = BUCKET_BYTES,
+    shapes_elsewhere: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the whole model on global rank 0, in Hugging Face order.
 
@@ -39,6 +40,10 @@ def export_hf(
     end, and all but rank 0 get nothing from it; whoever consumes it on rank 0 and fails must still
     exhaust it. First all agree on owners: of each slice of a parameter the lowest rank that holds
     it. Then these send to rank 0, and ranks that own nothing are done.
+
+    With `shapes_elsewhere` the other ranks get the same names with tensors on the meta device, each
+    only after they have sent what rank 0 needs for it: so they can do something together with
+    rank 0 between two tensors.
 
     Slices travel in buckets of up to `bucket_bytes`, or of one larger parameter. Beside its bucket
     rank 0 holds one parameter's tensors at a time, and an owner only its part of the bucket.
@@ -66,6 +71,17 @@ def export_hf(
             del own
         elif held:
             _send(held, dtype)
+        if here != 0 and shapes_elsewhere:
+            for part in (part for row in bucket for part in row[0].row.parts):
+                shape = architecture.shape(part)
+                yield part.name, torch.empty(shape, dtype=dtype, device="meta")
+
+
+def largest_tensor(hf_config: dict[str, Any]) -> int:
+    """Elements of the largest tensor that `export_hf` yields."""
+    architecture = read_architecture(hf_config)
+    parts = chain.from_iterable(row.parts for row in architecture.rows())
+    return max(math.prod(architecture.shape(part)) for part in parts)
 
 
 def _agreed_parameters(
