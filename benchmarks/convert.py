@@ -4,9 +4,10 @@
 
 A Llama of random bfloat16 weights is made in a temporary directory. Then it is copied, converted to
 a Megatron checkpoint and back, all in turns in one run, with everything flushed to the disk at the
-end of each; what is read was written or read just before, so mostly it comes from memory. The bar
-is the ratio of a conversion's median time to that of `cp`. Memory is what a conversion needs at its
-peak beyond what the process had when it began. Exits with 1 when a bar is missed.
+end of each; what is read was written or read just before, so mostly it comes from memory. The first
+round does not count. The bar is the ratio of a conversion's median time to that of `cp`. Memory is
+what the process has at the peak beyond what it had before the first conversion. Exits with 1 when a
+bar is missed.
 """
 
 import argparse
@@ -106,10 +107,9 @@ def to_hf(megatron: Path, target: Path, architecture: Architecture) -> None:
     save_hf(target, weights, source=megatron / "hf")
 
 
-def measure(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds, and the peak of this process's memory above its start in MB."""
+def measure(run: Callable[[], object], before: int) -> tuple[float, float]:
+    """Seconds, and megabytes at the peak of this process's memory above `before` (bytes)."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = memory("VmRSS")
     start = time.perf_counter()
     run()
     seconds = time.perf_counter() - start
@@ -125,25 +125,25 @@ def memory(kind: str) -> int:
 def take_turns(
     source: Path, directory: Path, architecture: Architecture, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds and megabytes of every round of each."""
+    """Seconds and megabytes of every round of each, after one that does not count."""
     megatron, target = directory / "megatron", directory / "target"
-    contenders: dict[str, tuple[Path, Callable[[], object]]] = {
-        REFERENCE: (target, lambda: copy_by_cp(source, target)),
-        "shutil.copyfile": (target, lambda: copy_by_python(source, target)),
-        HF_TO_HF: (target, lambda: read_and_save(source, target, architecture)),
-        HF_TO_MEGATRON: (megatron, lambda: save_megatron(megatron, source)),
-        MEGATRON_TO_HF: (target, lambda: to_hf(megatron, target, architecture)),
+    before = memory("VmRSS")
+    save_megatron(megatron, source)
+    contenders: dict[str, Callable[[], object]] = {
+        REFERENCE: lambda: copy_by_cp(source, target),
+        "shutil.copyfile": lambda: copy_by_python(source, target),
+        HF_TO_HF: lambda: read_and_save(source, target, architecture),
+        HF_TO_MEGATRON: lambda: save_megatron(target, source),
+        MEGATRON_TO_HF: lambda: to_hf(megatron, target, architecture),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, (written, run) in contenders.items():
-            found[name].append(measure(run))
+    for _ in range(1 + rounds):
+        for name, run in contenders.items():
+            found[name].append(measure(run, before))
             if name == MEGATRON_TO_HF:
                 check_equal(source, target)
-            if written == target:
-                shutil.rmtree(target)
-        shutil.rmtree(megatron)
-    return found
+            shutil.rmtree(target)
+    return {name: values[1:] for name, values in found.items()}
 
 
 def check_equal(source: Path, target: Path) -> None:

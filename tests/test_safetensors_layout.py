@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_opo.errors import WeightError
-from megatron_opo.weights.checkpoint import HUGE_PAGE_BYTES, is_finite, open_checkpoint
+from megatron_opo.weights.checkpoint import is_finite, open_checkpoint
+from megatron_opo.weights.memory import HUGE_PAGE_BYTES
 from megatron_opo.weights.safetensors_layout import DTYPES, lay_out, read_layout
 
 DTYPE = st.sampled_from(list(DTYPES.values()))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megatron_opo.errors import CheckpointError, WeightError
 from megatron_opo.weights.families import read_architecture
 from megatron_opo.weights.save import save_hf
-from megatron_opo.weights.streaming import FileStream
+from megatron_opo.weights.streaming import WRITE_BYTES, FileStream, StreamedFile
 from tests.models import tiny_llama
 from tests.ranks import RankError, run_ranks
 
@@ -216,3 +216,11 @@ def test_a_file_that_cannot_be_opened_is_an_error(tmp_path):
     stream = FileStream({path: 4}, buffer_bytes=8, threads=1)
     with pytest.raises(FileNotFoundError), stream:
         stream.write(path, 0, torch.ones(1))
+
+
+def test_a_streamed_file_holds_what_was_written(tmp_path):
+    pieces = [b"", b"abc", os.urandom(2 * WRITE_BYTES + 5), memoryview(torch.ones(7).numpy())]
+    with StreamedFile(tmp_path / "file", "wb") as file:
+        assert [file.write(piece) for piece in pieces] == [memoryview(p).nbytes for p in pieces]
+        assert file.tell() == sum(memoryview(piece).nbytes for piece in pieces)
+    assert (tmp_path / "file").read_bytes() == b"".join(bytes(piece) for piece in pieces)

@@ -3,22 +3,21 @@
 import itertools
 import json
 import math
-import mmap
 import operator
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron_opo.errors import WeightError
+from megatron_opo.weights.memory import allocate
 from megatron_opo.weights.safetensors_layout import Entry, read_layout
 
 INDEX = "model.safetensors.index.json"
 SHOWN = 5
-HUGE_PAGE_BYTES = 2**21
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,6 @@ class Checkpoint:
                 f"{self.directory / file}: `{name}` cannot be read: {error}"
             ) from error
         return tensor
-
-
-def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised. In small pages, each of which the system must clear first, a large tensor
-    would take several times as long to fill."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes >= HUGE_PAGE_BYTES:
-        with suppress(OSError):  # a kernel without huge pages; of too little memory torch complains
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(pages, dtype=dtype).reshape(tuple(shape))
-    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def read_box(descriptor: int, entry: Entry, offsets: Sequence[int], target: torch.Tensor) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_opo.weights.checkpoint import allocate, read_box
+from megatron_opo.weights.checkpoint import read_box
+from megatron_opo.weights.memory import allocate
 from megatron_opo.weights.safetensors_layout import Entry
 
 

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_opo.errors import WeightError
-from megatron_opo.weights.checkpoint import SHOWN, allocate, is_finite
+from megatron_opo.weights.checkpoint import SHOWN, is_finite
 from megatron_opo.weights.chunk_file import read_chunk
 from megatron_opo.weights.families import Architecture, Row
+from megatron_opo.weights.memory import allocate
 from megatron_opo.weights.slices import FUSED_NORMS, local_shape, whole_parts
 from megatron_opo.weights.torch_dist import read_metadata
 

@@ -36,7 +36,7 @@ from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row, 
 from megatron_opo.weights.megatron_checkpoint import names_of, stacked
 from megatron_opo.weights.save import COMPANIONS, check_space, remove_leftovers
 from megatron_opo.weights.slices import local_shape, merge
-from megatron_opo.weights.streaming import OnProgress, flush_to_disk
+from megatron_opo.weights.streaming import OnProgress, StreamedFile, flush_to_disk
 from megatron_opo.weights.torch_dist import FORMAT, METADATA
 
 CHUNK_BYTES = 2**26
@@ -263,12 +263,11 @@ class _Writer:
 
     def _write_file(self, number: int) -> None:
         name = f"__0_{number}.distcp"
-        with open(self._directory / name, "wb") as file:
+        with StreamedFile(self._directory / name, "wb") as file:
             while (chunk := self._next()) is not None:
                 tensor = self._read(chunk)
                 start = file.tell()
                 _save(tensor, file)
-                file.flush()
                 size = file.tell() - start
                 # The disk begins to work now, and not only when the whole file is flushed.
                 os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)

@@ -51,8 +51,8 @@ def save_hf(
     *,
     source: Path,
     max_shard_bytes: int = 5 * 10**9,
-    buffer_bytes: int = 2**28,
-    threads: int = 4,
+    buffer_bytes: int = 2**26,
+    threads: int = 2,
     on_progress: OnProgress | None = None,
 ) -> None:
     """Write `weights` as safetensors (with an index when sharded) beside the config, tokenizer and

@@ -1,16 +1,20 @@
 """Tensors into files at known places: a few threads write, and only so many bytes wait for them."""
 
+import io
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Condition
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 CHUNK_BYTES = 2**26
+# The system caches what is written in pages as large as one write; of very large ones it has few at
+# hand, and to find others takes several times as long as to write.
+WRITE_BYTES = 2**18
 
 
 class OnProgress(Protocol):
@@ -119,11 +123,22 @@ class FileStream:
 def _write_all(descriptor: int, offset: int, data: memoryview) -> None:
     start, size = offset, len(data)
     while data:
-        count = os.pwrite(descriptor, data, offset)
+        count = os.pwrite(descriptor, data[:WRITE_BYTES], offset)
         data, offset = data[count:], offset + count
     # The disk begins to work now, and not only when the whole file is flushed.
     with suppress(OSError):
         os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
+
+
+class StreamedFile(io.FileIO):
+    """An unbuffered file that is written as those of a FileStream are, whatever it is given."""
+
+    def write(self, data: Any, /) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while left:
+            left = left[super().write(left[:WRITE_BYTES]) :]
+        return size
 
 
 def flush_to_disk(paths: Iterable[Path]) -> None:
