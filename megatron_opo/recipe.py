@@ -470,6 +470,11 @@ class Recipe(Section):
                 f"rollout.hand_over_memory is true but rollout.nodes is {rollout.nodes}: those "
                 "nodes only generate, so there is nobody to hand memory to; set it to null"
             )
+        if rollout.urls and rollout.hand_over_memory:
+            problems.append(
+                "rollout.hand_over_memory is true but rollout.urls is given: such servers outlive "
+                "the run, which would leave them without their weights; set it to null"
+            )
         if rollout.nodes and self.sync.transport == "shared_memory":
             problems.append(
                 f"sync.transport is shared_memory but rollout.nodes is {rollout.nodes}: servers on "

@@ -6,6 +6,7 @@ The fixtures are registered by conftest.py: a test takes `qwen_pool` or `llama_p
 import asyncio
 import json
 import threading
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_opo.batch import Prompt
+from megatron_opo.errors import OnPolicyError
 from megatron_opo.recipe import ModelConfig, RolloutConfig, SyncConfig
 from megatron_opo.rollout import Rollout, Server, close_servers, launch_servers, wait_healthy
 
@@ -132,6 +134,52 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
         Prompt(f"p{i}", tuple(4 + (7 * i + j) % 90 for j in range(3 + i % 5)), "", "test", None)
         for i in range(first, first + count)
     ]
+
+
+def ask(server, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def reported_versions(pool):
+    return {ask(server, "/model_info")["weight_version"] for server in pool.servers}
+
+
+def generate(rollout, version, count=6):
+    return rollout.generate(
+        prompts(count),
+        samples_per_prompt=2,
+        version=version,
+        temperature=1.0,
+        max_response_tokens=5,
+    )
+
+
+def assert_sampled_from(pool, rollout, weights, version):
+    model = pool.reference(weights)
+    servers = set()
+    for group in generate(rollout, version):
+        for one in group.samples:
+            servers.add(one.server)
+            expected = reference_logprobs(model, group.prompt.token_ids, one.response_ids)
+            found = torch.tensor(one.logprobs, dtype=torch.float64)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert len(servers) == len(rollout.servers)
+
+
+def assert_refuses_then_recovers(pool, rollout, version):
+    """`version` never became current; a complete sync puts everything right again."""
+    assert rollout.needs_sync
+    with pytest.raises(OnPolicyError, match="did not complete"):
+        generate(rollout, version)
+    weights = pool.weights()
+    version = pool.next_version()
+    mended = pool.rollout()
+    mended.sync(iter(weights.items()), version)
+    assert_sampled_from(pool, mended, weights, version)
 
 
 # What the proxy does to one exchange: answer in the server's place, change the server's answer,

@@ -91,6 +91,8 @@ def test_the_printed_recipe_shows_every_field_and_reads_back_equal(write, tmp_pa
         ("rollout={port: 65535, servers: 2}", "leaves no ports"),
         ("rollout.urls=[localhost:30000]", "must begin with http://"),
         ("rollout.urls=[http://a:1, http://a:1]", "names a server twice"),
+        ("rollout={nodes: 1, hand_over_memory: true}", "rollout.nodes is 1: those nodes only"),
+        ("rollout={urls: [http://a:1], hand_over_memory: true}", "such servers outlive the run"),
         ("name=2024-13-45", "not valid YAML"),
         ("name=2024-06-01", "`name`"),
         ("algorithm.estimator=gae", "needs a critic"),
@@ -125,6 +127,27 @@ def test_a_bad_value_is_named_with_what_is_allowed(write, override, expected):
     text = message(write(MINIMAL), override)
     assert expected in text
     assert "recipe" in text or "override" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "expected"),
+    [
+        ("cuda", [], (True, "shared_memory")),
+        ("cpu", [], (False, "distributed")),
+        ("cuda", ["rollout.nodes=1"], (False, "distributed")),
+        ("cuda", ["rollout.urls=[http://a:1]"], (False, "distributed")),
+        ("cuda", ["rollout.hand_over_memory=false", "sync.transport=disk"], (False, "disk")),
+        ("cpu", ["rollout.hand_over_memory=true"], (True, "distributed")),
+    ],
+)
+def test_servers_that_share_gpus_with_the_trainer_share_memory(write, device, overrides, expected):
+    recipe = load_recipe(write(MINIMAL), overrides)
+    assert (recipe.rollout.hands_over(device), recipe.transport(device)) == expected
+
+
+def test_shared_memory_does_not_reach_servers_on_nodes_of_their_own(write):
+    text = message(write(MINIMAL), "rollout.nodes=2", "sync.transport=shared_memory")
+    assert "sync.transport is shared_memory but rollout.nodes is 2" in text
 
 
 def test_yaml_anchors_and_merges_work(write):

@@ -64,6 +64,14 @@ def test_servers_on_gpus_take_devices_of_their_own():
     assert "attention_backend" not in options("cuda")
 
 
+def test_only_servers_that_share_gpus_with_the_trainer_can_release_their_memory():
+    assert options("cuda")["enable_memory_saver"] is True
+    assert options("cuda", nodes=1)["enable_memory_saver"] is False
+    assert options("cuda", hand_over_memory=False)["enable_memory_saver"] is False
+    # There it would need a package for CUDA; the requests are answered all the same.
+    assert "enable_memory_saver" not in options("cpu", hand_over_memory=True)
+
+
 def test_the_trainers_rendezvous_is_not_inherited(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")

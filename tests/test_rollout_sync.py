@@ -1,9 +1,7 @@
 """Weights sent to real servers: they arrive exactly, and nothing half-done is ever sampled."""
 
-import json
 import subprocess
 import sys
-import urllib.request
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -13,10 +11,18 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from servers import FaultyProxy, perturbed, prompts, reference_logprobs
+from servers import (
+    FaultyProxy,
+    ask,
+    assert_refuses_then_recovers,
+    assert_sampled_from,
+    perturbed,
+    reference_logprobs,
+    reported_versions,
+)
 from transformers import AutoModelForCausalLM
 
-from megatron_opo.errors import OnPolicyError, ServerError, WeightError
+from megatron_opo.errors import ServerError, WeightError
 from megatron_opo.recipe import SyncConfig
 from megatron_opo.rollout.buckets import buckets, sendable
 from megatron_opo.rollout.checksum import ExpectedChecksums, hash_cpu, hash_cuda
@@ -26,40 +32,6 @@ NORM_0 = "model.layers.0.input_layernorm.weight"
 NORM_1 = "model.layers.1.input_layernorm.weight"
 
 pytestmark = pytest.mark.usefixtures("both_launched")
-
-
-def ask(server, path, body=None):
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(server.url + path, data=data, headers=headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())
-
-
-def reported_versions(pool):
-    return {ask(server, "/model_info")["weight_version"] for server in pool.servers}
-
-
-def generate(rollout, version, count=6):
-    return rollout.generate(
-        prompts(count),
-        samples_per_prompt=2,
-        version=version,
-        temperature=1.0,
-        max_response_tokens=5,
-    )
-
-
-def assert_sampled_from(pool, rollout, weights, version):
-    model = pool.reference(weights)
-    servers = set()
-    for group in generate(rollout, version):
-        for one in group.samples:
-            servers.add(one.server)
-            expected = reference_logprobs(model, group.prompt.token_ids, one.response_ids)
-            found = torch.tensor(one.logprobs, dtype=torch.float64)
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    assert len(servers) == len(rollout.servers)
 
 
 @pytest.mark.parametrize("transport", ["distributed", "disk"])
@@ -112,18 +84,6 @@ def test_the_trainers_own_process_group_is_left_alone(qwen_pool, with_world):
     finally:
         dist.destroy_process_group()
     rollout.sync(iter(weights.items()), qwen_pool.next_version())
-
-
-def assert_refuses_then_recovers(pool, rollout, version):
-    """`version` never became current; a complete sync puts everything right again."""
-    assert rollout.needs_sync
-    with pytest.raises(OnPolicyError, match="did not complete"):
-        generate(rollout, version)
-    weights = pool.weights()
-    version = pool.next_version()
-    mended = pool.rollout()
-    mended.sync(iter(weights.items()), version)
-    assert_sampled_from(pool, mended, weights, version)
 
 
 def swap_norms(path, body):

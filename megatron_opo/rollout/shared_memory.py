@@ -247,7 +247,7 @@ def share_over_nodes(
     dist.all_gather_object(answers, (place, problem), group=control)
     if problems := [said for _, said in answers if said]:
         raise WeightError("\n".join(problems))
-    group = None
+    group: Any = None
     if len(leaders) > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         group = dist.new_group(list(leaders), backend=backend)
