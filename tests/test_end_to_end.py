@@ -237,7 +237,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path):
         (["rollout.sample_per_prompt=4"], "did you mean `rollout.samples_per_prompt`?"),
         (["model.path=nowhere"], "nowhere is not a directory"),
         (["model.path=gpt2"], "`model_type` is 'gpt2'"),
-        (["actor.tensor_parallel=4"], "allowed: 1, 2"),
+        (["actor.tensor_parallel=3"], "allowed: 1, 2, 4"),
         (["data.train.files=[nowhere.jsonl]"], "nowhere.jsonl"),
         (["data.train.files=[nowhere.jsonl]", "actor.tensor_parallel=2"], "nowhere.jsonl"),
         (["reward.function=reward.py:missing"], "share_of_a"),
