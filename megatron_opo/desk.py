@@ -256,6 +256,10 @@ def summary_rows(
         if rollout.urls
         else f"{rollout.servers} x tensor_parallel {rollout.tensor_parallel}"
     )
+    names = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "expert_parallel")
+    layout = ", ".join(
+        f"{name} {getattr(actor, name)}" for name in names if getattr(actor, name) > 1
+    )
     data = train_prompts.summary()
     if eval_prompts is not None:
         data += f"; {eval_prompts.summary()}"
@@ -264,8 +268,7 @@ def summary_rows(
         ("data", data),
         (
             "actor",
-            f"tensor_parallel {actor.tensor_parallel}, pipeline_parallel "
-            f"{actor.pipeline_parallel}, {os.environ.get('WORLD_SIZE', '1')} processes",
+            f"{layout or 'no model parallelism'}; {os.environ.get('WORLD_SIZE', '1')} processes",
         ),
         ("servers", servers),
         (

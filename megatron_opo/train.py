@@ -36,10 +36,9 @@ from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import SharedBucket, share_over_nodes
-from megatron_opo.runs import EXPORTS, exports, latest_checkpoint
+from megatron_opo.runs import EXPORTS, Checkpoint, exports, latest_checkpoint
 from megatron_opo.spmd import Driver
 from megatron_opo.weights.export import export_hf, largest_tensor
-from megatron_opo.weights.families import read_architecture
 from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
 
@@ -51,28 +50,12 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
     """
     driver = Driver(parallel.rank, parallel.control)
     hf_config = check_model(recipe)
-    read_architecture(hf_config)  # a model that is not supported must not cost a server's start
     checkpoint = latest_checkpoint(recipe.run_path)
     device = parallel.device.type
     shared = open_shared_bucket(recipe, hf_config, parallel)
     desk = driver.run(lambda: open_desk(recipe, hf_config, device, checkpoint, shared))
     with desk or nullcontext():
-        hands_over = recipe.rollout.hands_over(device)
-        if hands_over:
-            # Servers take a share of the memory that they find free: they come first, and go.
-            driver.run(lambda: desk.wait_until_ready())
-            driver.run(lambda: desk.release_servers())
-        actor = Actor(recipe, hf_config, parallel, driver)
-        load_start(actor)
-        actor.weights_loaded()
-        if checkpoint:
-            load_checkpoint(actor, checkpoint)
-        if hands_over:
-            hand_over_to_servers(actor, desk)
-        else:
-            driver.run(lambda: desk.wait_until_ready())
-        if hands_over or actor.version > 0 or has_other_start(recipe):
-            sync(actor, desk, driver, shared)
+        actor = start(recipe, hf_config, parallel, driver, desk, checkpoint, shared)
         check_probe(actor, desk, driver)
         if recipe.eval.at_start and actor.version == 0:
             driver.run(lambda: evaluate(desk, version=0))
@@ -103,6 +86,35 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
         if recipe.checkpoint.export_hf:
             export(actor, desk, driver, required=True)
     return True
+
+
+def start(
+    recipe: Recipe,
+    hf_config: dict,
+    parallel: Parallel,
+    driver: Driver,
+    desk: Desk,
+    checkpoint: Checkpoint | None,
+    shared: SharedBucket | None,
+) -> Actor:
+    """An actor and servers that hold the same weights, and neither more memory than it may."""
+    hands_over = recipe.rollout.hands_over(parallel.device.type)
+    if hands_over:
+        # Servers take a share of the memory that they find free: they come first, and go.
+        driver.run(lambda: desk.wait_until_ready())
+        driver.run(lambda: desk.release_servers())
+    actor = Actor(recipe, hf_config, parallel, driver)
+    load_start(actor)
+    actor.weights_loaded()
+    if checkpoint:
+        load_checkpoint(actor, checkpoint)
+    if hands_over:
+        hand_over_to_servers(actor, desk)
+    else:
+        driver.run(lambda: desk.wait_until_ready())
+    if hands_over or actor.version > 0 or has_other_start(recipe):
+        sync(actor, desk, driver, shared)
+    return actor
 
 
 def is_asked_to_stop(desk: Desk, driver: Driver) -> bool:

@@ -123,7 +123,8 @@ class Actor:
 
     def score(self, batch: PackedBatch) -> Scores:
         """Logprob, entropy and sum of squared probabilities of every loss token; no gradient."""
-        scores = self._run(self._share(batch), forward_only=True)
+        with torch.no_grad():
+            scores = self._run(self._share(batch), forward_only=True)
         return scores if self.driver.is_here else None  # pyright: ignore[reportReturnType]
 
     def update(self, batch: PackedBatch, version: int) -> dict[str, float]:

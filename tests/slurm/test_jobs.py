@@ -71,7 +71,9 @@ def wait_until_gone(slurm: MiniCluster, job: int) -> None:
 
 
 def test_two_nodes_train_with_a_server_on_each(slurm, submit, directory):
-    job = submit("both", "train.steps=2")
+    job = submit(
+        "both", "train.steps=2", "rollout.hand_over_memory=true", "sync.transport=shared_memory"
+    )
     slurm.wait(job, "COMPLETED", timeout=START_S)
     assert steps(directory, "both") == [1, 2]
     for record in metrics(directory, "both"):
