@@ -30,7 +30,7 @@ H200_NODES = 16
 # CPUs and memory are those of a node with 8 H200, so that scripts for such nodes run unchanged.
 NODE_SHAPE = "CPUs=192 Sockets=2 CoresPerSocket=96 RealMemory=2000000 Gres=gpu:h200:8"
 START_TIMEOUT_S = 30.0
-POLL_S = 0.05
+POLL_S = 0.2
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 # cred_expire: how long a requeued job waits. MessageTimeout and SlurmdTimeout: when a silent node
