@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 HUGE_PAGE_BYTES = 2**21
-KEPT_BYTES = 2**28
+KEPT_BYTES = 2**27
 
 
 class _Pages:
@@ -54,7 +54,7 @@ _pages = _Pages()
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor. Up to 256 MB of what is free again are kept for the next ones."""
+    """An uninitialised tensor. Up to 128 MB of what is free again are kept for the next ones."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes >= HUGE_PAGE_BYTES:
         with suppress(OSError):  # then torch finds memory, or complains
