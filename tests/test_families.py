@@ -1,6 +1,8 @@
 """Configs of model families: what is understood, and what is refused by name."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -11,7 +13,15 @@ from transformers import (
 )
 
 from megatron_opo.errors import RecipeError
-from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.families import (
+    EXPERT_KEYS,
+    FAMILIES,
+    PLAIN_DECODER,
+    ROPES,
+    USED,
+    WINDOW_KEYS,
+    read_architecture,
+)
 
 BASE = {
     "model_type": "llama",
@@ -110,6 +120,63 @@ def test_what_is_not_understood_is_refused_by_name(keys, named):
         read_architecture(BASE | keys)
     assert named in str(error.value)
     assert str(error.value).startswith("config.json: ")
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"model_type": ["llama"]}, "`model_type` is ['llama'], must be a text"),
+        ({"rope_scaling": "llama3"}, "`rope_scaling` is 'llama3', must be an object"),
+        ({"rope_parameters": [1]}, "`rope_parameters` is [1], must be an object"),
+        ({"rope_scaling": {"rope_type": ["x"]}}, "has rope_type \"['x']\""),
+        ({"layer_types": 5}, "`layer_types` is 5, must be a list of texts"),
+        ({"max_window_layers": "x"}, "`max_window_layers` is 'x', must be a whole number"),
+        ({"mlp_only_layers": 3}, "`mlp_only_layers` is 3, must be a list of layer numbers"),
+        ({"mlp_only_layers": ["a"]}, "`mlp_only_layers` is ['a'], must be"),
+        ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` is 'false', must be true or"),
+        ({"num_hidden_layers": 10_000_000}, "is 10000000, must be a whole number above 0, at most"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 5, "num_local_experts": 4},
+            "`num_local_experts` is 4, `num_experts` 5",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(keys, named):
+    with pytest.raises(RecipeError) as error:
+        read_architecture(BASE | keys)
+    assert named in str(error.value)
+
+
+def test_a_wrong_number_has_no_second_error():
+    with pytest.raises(RecipeError) as error:
+        read_architecture(BASE | {"num_attention_heads": 0, "num_key_value_heads": 2})
+    assert len(str(error.value).splitlines()) == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**6) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+KEYS = sorted(USED | WINDOW_KEYS | EXPERT_KEYS | set(PLAIN_DECODER))
+ROPE_KEYS = sorted({"rope_type", "type", "rope_theta", *(k for r in ROPES.values() for k in r)})
+ROPE = st.dictionaries(
+    st.sampled_from(ROPE_KEYS), JSON | st.sampled_from(sorted(ROPES)), max_size=4
+)
+
+
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.dictionaries(st.sampled_from(KEYS), JSON | ROPE, max_size=4),
+)
+def test_any_config_is_read_or_refused_in_words(family, changes):
+    config = BASE | {"model_type": family} | changes
+    try:
+        architecture = read_architecture(config)
+    except RecipeError as error:
+        assert all(line.startswith("config.json: `") for line in str(error).splitlines())
+    else:
+        assert architecture.parameter_count() > 0
 
 
 def test_all_problems_are_listed():

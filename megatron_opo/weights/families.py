@@ -265,6 +265,23 @@ INERT = frozenset(
 )
 
 
+# What json.loads must give for keys that are no plain numbers; None counts as absent.
+KINDS: dict[str, tuple[type, str]] = {
+    "model_type": (str, "a text"),
+    "rope_scaling": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+    "layer_types": (list, "a list of texts"),
+    "mlp_only_layers": (list, "a list of layer numbers"),
+    "tie_word_embeddings": (bool, "true or false"),
+    "use_sliding_window": (bool, "true or false"),
+    "norm_topk_prob": (bool, "true or false"),
+    "max_window_layers": (int, "a whole number"),
+}
+ITEMS: dict[str, type] = {"layer_types": str, "mlp_only_layers": int}
+# No model comes near; a slip of the pen must not cost hours and all memory.
+LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary embedding: `kind` is a key of ROPES and `values` holds its numbers by their Hugging
@@ -369,7 +386,10 @@ def read_architecture(hf_config: dict[str, Any]) -> Architecture:
         RecipeError: the family is unknown, or the config asks for something this code does not do;
             every problem is listed.
     """
-    family = FAMILIES.get(hf_config.get("model_type", ""))
+    problems = _wrong_kinds(hf_config)
+    if problems:
+        raise RecipeError("\n".join(f"config.json: {problem}" for problem in problems))
+    family = FAMILIES.get(hf_config.get("model_type") or "")
     if family is None:
         raise RecipeError(
             f"config.json: `model_type` is {hf_config.get('model_type')!r}; allowed: "
@@ -383,6 +403,12 @@ def read_architecture(hf_config: dict[str, Any]) -> Architecture:
     heads = whole("num_attention_heads")
     hidden = whole("hidden_size")
     layers = whole("num_hidden_layers")
+    kv_heads = whole("num_key_value_heads", heads)
+    if not problems and heads % kv_heads:
+        problems.append(
+            f"`num_attention_heads` ({heads}) is not a multiple of `num_key_value_heads` "
+            f"({kv_heads})"
+        )
     architecture = Architecture(
         family=family,
         vocab=whole("vocab_size"),
@@ -390,7 +416,7 @@ def read_architecture(hf_config: dict[str, Any]) -> Architecture:
         ffn=whole("intermediate_size"),
         layers=layers,
         heads=heads,
-        kv_heads=whole("num_key_value_heads", heads),
+        kv_heads=kv_heads,
         head_dim=whole("head_dim", hidden // heads),
         max_positions=whole("max_position_embeddings"),
         norm_eps=float(_number(hf_config, "rms_norm_eps", float, problems)),
@@ -399,24 +425,39 @@ def read_architecture(hf_config: dict[str, Any]) -> Architecture:
         windows=_windows(family, hf_config, layers, problems),
         experts=_experts(hf_config, layers, problems) if family.expert else None,
     )
-    if architecture.heads % architecture.kv_heads:
-        problems.append(
-            f"`num_attention_heads` ({heads}) is not a multiple of `num_key_value_heads` "
-            f"({architecture.kv_heads})"
-        )
     if problems:
         raise RecipeError("\n".join(f"config.json: {problem}" for problem in problems))
     return architecture
 
 
-def _number(config: dict[str, Any], key: str, kind: type, problems: list[str], default=None):
+def _wrong_kinds(config: dict[str, Any]) -> list[str]:
+    problems = []
+    for key, (kind, allowed) in KINDS.items():
+        value: Any = config.get(key)
+        if value is None:
+            continue
+        right = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if right and key in ITEMS:
+            right = all(type(item) is ITEMS[key] for item in value)
+        if not right:
+            problems.append(f"`{key}` is {value!r:.80}, must be {allowed}")
+    return problems
+
+
+def _number(
+    config: dict[str, Any], key: str, kind: type, problems: list[str], default: Any = None
+) -> Any:
     """A positive number; what is wrong joins `problems` and reads as 1."""
-    value = config.get(key)
+    value: Any = config.get(key)
     value = default if value is None else value
     kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < float("inf"):
+    largest = LARGEST.get(key, float("inf"))
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if is_number and 0 < value < float("inf") and value <= largest:
         return value
     allowed = "a whole number above 0" if kind is int else "a number above 0"
+    if key in LARGEST:
+        allowed += f", at most {largest:,}"
     problems.append(f"`{key}` is {value!r}, must be {allowed}")
     return 1
 
@@ -432,7 +473,7 @@ def _unsupported(family: Family, config: dict[str, Any]) -> list[str]:
         # transformers keeps notes of its own under names that start with an underscore.
         if value is None or key in understood or key.startswith("_"):
             continue
-        if key == "layer_types" and set(value) == {FULL}:
+        if key == "layer_types" and set(value) <= {FULL}:
             continue
         if key not in family.required:
             problems.append(
@@ -467,7 +508,8 @@ def _rope(config: dict[str, Any], problems: list[str]) -> Rope:
 def _rope_kind(
     name: str, section: dict[str, Any], problems: list[str]
 ) -> tuple[str, dict[str, float]]:
-    kinds = {section.pop(key) for key in ("rope_type", "type") if section.get(key) is not None}
+    given = (section.pop(key, None) for key in ("rope_type", "type"))
+    kinds = {str(kind) for kind in given if kind is not None}
     kind = kinds.pop() if kinds else "default"
     if kinds:
         problems.append(f"`{name}` has two types: {kind!r} and {kinds.pop()!r}")
@@ -505,7 +547,8 @@ def _windows(
     if family.model_type != "mistral" and not config.get("use_sliding_window", False):
         return nowhere
     window = int(_number(config, "sliding_window", int, problems, 4096))
-    first = 0 if family.model_type == "mistral" else config.get("max_window_layers", 28)
+    first = 0 if family.model_type == "mistral" else config.get("max_window_layers")
+    first = 28 if first is None else first
     kinds = config.get("layer_types") or [FULL if i < first else SLIDING for i in range(layers)]
     other = sorted(set(kinds) - {FULL, SLIDING})
     if other:
@@ -517,7 +560,10 @@ def _windows(
 
 
 def _experts(config: dict[str, Any], layers: int, problems: list[str]) -> Experts:
-    count_key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    given = [k for k in ("num_local_experts", "num_experts") if config.get(k) is not None]
+    count_key = given[0] if given else "num_experts"
+    if len(given) == 2 and config[given[0]] != config[given[1]]:
+        problems.append(f"`{given[0]}` is {config[given[0]]!r}, `{given[1]}` {config[given[1]]!r}")
     count = int(_number(config, count_key, int, problems, 128))
     step = int(_number(config, "decoder_sparse_step", int, problems, 1))
     per_token = int(_number(config, "num_experts_per_tok", int, problems, 8))
