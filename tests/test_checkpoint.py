@@ -45,7 +45,8 @@ def test_a_checkpoint_resumes_in_every_layout(saved, model, tmp_path):
 def test_a_full_disk_is_a_clear_error_and_the_earlier_checkpoint_stays(model, tmp_path):
     message = run_ranks(1, save_on_a_full_disk, model, str(tmp_path / "run"))[0]
     assert "step_2.partial" in message
-    assert "earlier checkpoints are untouched" in message
+    assert "earlier checkpoints are untouched" in message and "MB were free there" in message
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.partial"))
     assert latest_checkpoint(tmp_path / "run").version == 1
     resumed = run_ranks(1, resume_and_train, model, str(tmp_path / "run"), [])[0]
     assert resumed["restored"] == (1, 1, {"row": 7})

@@ -71,9 +71,14 @@ def save_checkpoint(
         driver.run(finish)
     except (OSError, CheckpointException) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
+        # The writer's own words do not always say that the disk is full.
+        free_mb = shutil.disk_usage(recipe.run_path).free / 1e6
+        if driver.is_here:
+            shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {partial}: cannot be written ({reason}); earlier checkpoints are "
-            "untouched. Free space there or change run_dir, and start again"
+            f"checkpoint {partial}: cannot be written ({reason}; {free_mb:,.0f} MB were free "
+            "there); earlier checkpoints are untouched. Free space or change run_dir, and start "
+            "again"
         ) from error
 
 

@@ -436,9 +436,8 @@ def _wrong_kinds(config: dict[str, Any]) -> list[str]:
         value: Any = config.get(key)
         if value is None:
             continue
-        right = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-        if right and key in ITEMS:
-            right = all(type(item) is ITEMS[key] for item in value)
+        items = value if isinstance(value, list) and key in ITEMS else []
+        right = type(value) is kind and all(type(item) is ITEMS[key] for item in items)
         if not right:
             problems.append(f"`{key}` is {value!r:.80}, must be {allowed}")
     return problems
