@@ -13,6 +13,7 @@ from megatron_opo.observe.run_log import RunLog
 from megatron_opo.prompts import PromptCursor, PromptSet
 from megatron_opo.recipe import Recipe
 from megatron_opo.rewards import RewardPool
+from megatron_opo.stop import StopRequest
 from megatron_opo.train import collect, log_step, write_advantages
 
 REWARD = """
@@ -66,7 +67,8 @@ def open_desk(qwen_pool, tmp_path):
             resources.enter_context(log)
             rewards = resources.enter_context(RewardPool(recipe.reward))
             cursor = PromptCursor(known, shuffle=True, seed=3)
-            desk = Desk(recipe, log, cursor, known, None, rewards, rollout, ExitStack())
+            stop = StopRequest()
+            desk = Desk(recipe, log, cursor, known, None, rewards, rollout, stop, ExitStack())
             return desk, version
 
         yield make
