@@ -68,7 +68,7 @@ def _newest_iteration(path: Path) -> Path:
 def _model_of_run(state_file: Path) -> Path:
     try:
         return Path(json.loads(state_file.read_text())["recipe"]["model"]["path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{state_file} cannot be used ({type(error).__name__}: {error}); use another checkpoint"
         ) from None

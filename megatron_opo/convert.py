@@ -1,10 +1,13 @@
 """Models from Hugging Face directories to Megatron checkpoints and back: what the tools do."""
 
+import os
+import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -18,13 +21,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron_opo.checkpoint_source import find_checkpoint
+from megatron_opo.checkpoint_source import HF, find_checkpoint
 from megatron_opo.errors import CheckpointError, OpoError, WeightError
+from megatron_opo.weights.checkpoint import read_config
 from megatron_opo.weights.families import read_architecture
 from megatron_opo.weights.megatron_checkpoint import hf_tensors, open_megatron
-from megatron_opo.weights.megatron_save import read_config, save_megatron
+from megatron_opo.weights.megatron_save import save_megatron
+from megatron_opo.weights.memory import is_shortage
+from megatron_opo.weights.new_directory import check_target
 from megatron_opo.weights.save import save_hf
 from megatron_opo.weights.streaming import OnProgress
+from megatron_opo.weights.text import shown_size
 
 AS_SAVED = "as-saved"
 DTYPES: dict[str, torch.dtype | None] = {
@@ -37,7 +44,9 @@ BUFFER_BYTES = 2**27
 LINE_EVERY_S = 10.0
 EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
+EXIT_BUG = 3
 EXIT_INTERRUPTED = 130
+TOO_LITTLE_MEMORY = "the system gave too little memory (or threads); free some, and try again"
 
 
 def hf_to_megatron(
@@ -51,7 +60,7 @@ def hf_to_megatron(
     with shown_progress(f"{source} -> {target}") as on_progress:
         save_megatron(target, source, dtype=dtype, threads=threads, on_progress=on_progress)
     print(f"wrote {target}: Megatron loads it in any layout", flush=True)
-    return _verdict(source, target, dtype, "megatron") if verify else 0
+    return _verdict(source, target, dtype, "megatron", target / HF) if verify else 0
 
 
 def megatron_to_hf(
@@ -72,6 +81,7 @@ def megatron_to_hf(
     Raises:
         RecipeError, WeightError, CheckpointError: nothing was written.
     """
+    check_target(target)
     found = find_checkpoint(path)
     model = model or found.model
     if model is None:
@@ -80,23 +90,27 @@ def megatron_to_hf(
             "config.json and tokenizer by --hf-config"
         )
     if not model.is_dir():
+        what = "is a file" if model.is_file() else "does not exist here"
         raise CheckpointError(
-            f"the model directory of {found.checkpoint} is {model}, which does not exist here: "
+            f"the model directory of {found.checkpoint} is {model}, which {what}: "
             "name one with the same config.json and tokenizer by --hf-config"
         )
     checkpoint = open_megatron(found.checkpoint, read_architecture(read_config(model)))
     dtype = dtype or _only_dtype({checkpoint.dtype(name) for name in checkpoint.tensors})
-    with shown_progress(f"{found.checkpoint} -> {target}") as on_progress:
+    with (
+        shown_progress(f"{found.checkpoint} -> {target}") as on_progress,
+        closing(hf_tensors(checkpoint, dtype)) as weights,
+    ):
         save_hf(
             target,
-            hf_tensors(checkpoint, dtype),
+            weights,
             source=model,
             max_shard_bytes=max_shard_bytes,
             buffer_bytes=BUFFER_BYTES,
             on_progress=on_progress,
         )
     print(f"wrote {target}: a Hugging Face model in {_name(dtype)}", flush=True)
-    return _verdict(target, found.checkpoint, dtype, "hf") if verify else 0
+    return _verdict(target, found.checkpoint, dtype, "hf", model) if verify else 0
 
 
 def _only_dtype(found: set[torch.dtype]) -> torch.dtype:
@@ -110,15 +124,30 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _verdict(hf: Path, megatron: Path, dtype: torch.dtype | None, written: str) -> int:
+def _verdict(
+    hf: Path, megatron: Path, dtype: torch.dtype | None, written: str, other_config: Path
+) -> int:
+    target = hf if written == "hf" else megatron
+    quit_on_interrupt(f"interrupted: {target} is written whole, but not verified\n")
     # Megatron's own warnings, about what a user can do nothing about.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\b")
     warnings.filterwarnings("ignore", message="Please use DTensor instead")
-    from megatron_opo.convert_check import check_conversion
+    try:
+        from megatron_opo.convert_check import check_conversion
 
-    problems = check_conversion(hf, megatron, dtype, written, lambda line: print(line, flush=True))
+        problems = check_conversion(
+            hf, megatron, dtype, written, other_config, lambda line: print(line, flush=True)
+        )
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        print(
+            f"error: {target} is written whole, but not verified: {TOO_LITTLE_MEMORY}",
+            file=sys.stderr,
+        )
+        return EXIT_ERROR
     for problem in problems:
-        print(f"  {problem}")
+        print(f"  {printable(problem)}")
     print("verify: DIFFERENT" if problems else "verify: the same model", flush=True)
     return EXIT_DIFFERENT if problems else 0
 
@@ -148,25 +177,52 @@ class _Lines:
         rate = bytes_done / max(now - self._start, 1e-9)
         left = (bytes_total - bytes_done) / max(rate, 1.0)
         print(
-            f"{_size(bytes_done)} of {_size(bytes_total)}, {rate / 1e6:.0f} MB/s, "
+            f"{shown_size(bytes_done)} of {shown_size(bytes_total)}, {rate / 1e6:.0f} MB/s, "
             f"{left:.0f} s left",
             file=sys.stderr,
             flush=True,
         )
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+def printable(text: str) -> str:
+    """Lines without what a terminal would act on, or what no encoding can show."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text
+    )
+
+
+def quit_on_interrupt(message: str = "") -> None:
+    """From now on Ctrl-C ends the process at once, also where a library would catch or hide it:
+    for times when there is nothing to clean up."""
+
+    def quit(*_: object) -> None:
+        os.write(sys.stderr.fileno(), message.encode())
+        os._exit(EXIT_INTERRUPTED)
+
+    signal.signal(signal.SIGINT, quit)
 
 
 def exit_with(work: Callable[[], int]) -> None:
     """Run and exit; errors meant for the user are shown without a traceback."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = work()
-    except OpoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = EXIT_ERROR
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted; nothing was left behind", file=sys.stderr)
         code = EXIT_INTERRUPTED
+    except Exception as error:
+        code = _show(error)
     sys.exit(code)
+
+
+def _show(error: Exception) -> int:
+    if isinstance(error, OpoError):
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return EXIT_ERROR
+    if is_shortage(error):
+        print(f"error: {TOO_LITTLE_MEMORY}; nothing was left behind", file=sys.stderr)
+        return EXIT_ERROR
+    traceback.print_exception(error)
+    print("this is a bug in the converter; please report it", file=sys.stderr)
+    return EXIT_BUG

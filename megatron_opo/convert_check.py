@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
@@ -12,10 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from megatron_opo.actor.probe_logits import probe_logits, round_parameters
 from megatron_opo.errors import OpoError, RecipeError
-from megatron_opo.weights.checkpoint import Checkpoint, check_names, open_checkpoint
-from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.checkpoint import (
+    Checkpoint,
+    check_names,
+    open_checkpoint,
+    read_config,
+)
+from megatron_opo.weights.families import Architecture, read_architecture
 from megatron_opo.weights.megatron_checkpoint import MegatronCheckpoint, open_megatron
-from megatron_opo.weights.megatron_save import read_config
+from megatron_opo.weights.text import shown_size
 
 Say = Callable[[str], None]
 PROBE_LENGTHS = (5, 17, 1, 40)
@@ -28,7 +34,12 @@ SHOWN = 5
 
 
 def check_conversion(
-    hf: Path, megatron: Path, dtype: torch.dtype | None, written: str, say: Say
+    hf: Path,
+    megatron: Path,
+    dtype: torch.dtype | None,
+    written: str,
+    other_config: Path,
+    say: Say,
 ) -> list[str]:
     """What differs between a Hugging Face directory and a Megatron checkpoint; nothing if they are
     the same model.
@@ -36,11 +47,16 @@ def check_conversion(
     Args:
         dtype: what the weights were cast to; None: to what holds the source's without loss.
         written: "hf" or "megatron", the one that was made of the other.
+        other_config: directory of the config.json that the Megatron checkpoint goes with.
         say: takes a line about what was compared.
     """
     try:
         config = read_config(hf)
         architecture = read_architecture(config)
+        other = read_architecture(read_config(other_config))
+        found, must = (architecture, other) if written == "hf" else (other, architecture)
+        if problems := list(_different_configs(found, must)):
+            return problems
         with ExitStack() as stack:
             left = open_checkpoint(hf, stack)
             check_names(left, architecture.hf_shapes(), architecture.tied)
@@ -52,6 +68,15 @@ def check_conversion(
         return problems or _compare_logits(hf, megatron, config, dtype, say)
     except OpoError as error:
         return [str(error)]
+
+
+def _different_configs(found: Architecture, must: Architecture) -> Iterator[str]:
+    for field in fields(Architecture):
+        left, right = getattr(found, field.name), getattr(must, field.name)
+        if left != right:
+            if field.name == "family":
+                left, right = left.model_type, right.model_type
+            yield f"config.json: {field.name} is {left}, must be {right}"
 
 
 def _different(
@@ -84,8 +109,8 @@ def _compare_logits(
     free = psutil.virtual_memory().available
     if needed > free:
         say(
-            f"verify: logits not compared: that takes {needed / 1e9:.1f} GB of memory, "
-            f"{free / 1e9:.1f} GB are free"
+            f"verify: logits not compared: that takes {shown_size(needed)} of memory, "
+            f"{shown_size(free)} are free"
         )
         return []
     lengths = [min(length, architecture.max_positions) for length in PROBE_LENGTHS]

@@ -29,7 +29,7 @@ def check_model(recipe: Recipe) -> dict:
         config = json.loads(config_path.read_text())
     except FileNotFoundError:
         raise RecipeError(f"model.path: {config_path} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"model.path: {config_path} is not valid JSON: {error}") from None
     if not list(directory.glob("*.safetensors")):
         raise RecipeError(f"model.path: {directory} has no *.safetensors weights")

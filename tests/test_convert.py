@@ -4,7 +4,9 @@ import json
 import os
 import re
 import resource
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_opo import convert, convert_check
 from megatron_opo.checkpoint_source import find_checkpoint
-from megatron_opo.convert import DTYPES, exit_with, megatron_to_hf, shown_progress
+from megatron_opo.convert import (
+    DTYPES,
+    exit_with,
+    hf_to_megatron,
+    megatron_to_hf,
+    shown_progress,
+)
+from megatron_opo.convert_check import check_conversion
 from megatron_opo.errors import CheckpointError, RecipeError, WeightError
 from megatron_opo.model_fit import check_model
 from megatron_opo.recipe import load_recipe
@@ -96,7 +106,7 @@ def test_a_run_is_converted_to_a_chosen_dtype_and_shard_size(model, run, tmp_pat
     assert all(torch.equal(found[name], stored[name].bfloat16().float()) for name in stored)
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
     step = run / "checkpoints" / "step_3"
-    arguments = (str(target), str(step), "float32", "hf")
+    arguments = (str(target), str(step), "float32", "hf", str(model))
     ((problems, said),) = run_ranks(1, verify_on_rank, *arguments)
     assert problems == []
     assert len(said) == 2
@@ -113,14 +123,17 @@ def test_an_error_is_one_line_and_code_2(converted, capsys):
 
 
 def verify_on_rank(
-    hf: str, megatron: str, dtype: str | None, written: str
+    hf: str, megatron: str, dtype: str | None, written: str, other_config: str
 ) -> tuple[list[str], list[str]]:
-    from megatron_opo.convert_check import check_conversion
-
     del os.environ["RANK"], os.environ["WORLD_SIZE"]  # the tools are a job of their own
     said: list[str] = []
     return check_conversion(
-        Path(hf), Path(megatron), DTYPES[dtype] if dtype else None, written, said.append
+        Path(hf),
+        Path(megatron),
+        DTYPES[dtype] if dtype else None,
+        written,
+        Path(other_config),
+        said.append,
     ), said
 
 
@@ -130,15 +143,38 @@ def test_verify_finds_what_was_tampered_with(model, converted, tmp_path):
     tensors = load_file(tampered / "model.safetensors")
     tensors[NORM][3] += 1e-6
     save_file(tensors, tampered / "model.safetensors", metadata={"format": "pt"})
-    ((problems, said),) = run_ranks(1, verify_on_rank, str(tampered), str(converted), None, "hf")
+    arguments = (str(tampered), str(converted), None, "hf", str(model))
+    ((problems, said),) = run_ranks(1, verify_on_rank, *arguments)
     assert len(problems) == 1
     assert problems[0].startswith(f"{NORM}: 1 of 32 values differ, the first of them ")
     assert said == ["verify: 46 tensors compared, 1 differ"]
     del tensors[NORM]
     save_file(tensors, tampered / "model.safetensors", metadata={"format": "pt"})
-    ((problems, said),) = run_ranks(1, verify_on_rank, str(tampered), str(converted), None, "hf")
+    ((problems, said),) = run_ranks(1, verify_on_rank, *arguments)
     assert said == []
     assert f"1 missing: {NORM}" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}}, "rope is .*99"),
+        ({"rms_norm_eps": 3e-4}, r"norm_eps is 0\.0003, must be "),
+        ({"max_position_embeddings": 77}, "max_positions is 77, must be "),
+    ],
+)
+@pytest.mark.parametrize("written", ["hf", "megatron"])
+def test_verify_compares_what_config_json_means(
+    written, change, problem, model, converted, tmp_path
+):
+    changed = tmp_path / "changed"
+    shutil.copytree(model, changed)
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | change))
+    hf, other = (changed, model) if written == "hf" else (model, changed)
+    problems = check_conversion(hf, converted, None, written, other, print)
+    assert len(problems) == 1
+    assert re.match(rf"config\.json: {problem}", problems[0])
 
 
 def test_verify_compares_logits_also_where_all_tensors_are_right(model, converted, tmp_path):
@@ -153,8 +189,6 @@ def test_verify_compares_logits_also_where_all_tensors_are_right(model, converte
 
 
 def compare_logits_of_two(hf: str, model: str, megatron: str) -> tuple[list[str], list[str]]:
-    from megatron_opo import convert_check
-
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     config = json.loads((Path(model) / "config.json").read_text())
     said: list[str] = []
@@ -162,6 +196,157 @@ def compare_logits_of_two(hf: str, model: str, megatron: str) -> tuple[list[str]
         convert_check._compare_logits(Path(hf), Path(megatron), config, None, said.append),
         said,
     )
+
+
+def too_little_memory(written: str, model: str, megatron: str, target: str) -> int:
+    """The exit code where the conversion has enough, and what --verify loads then has not."""
+
+    def scarce(*_):
+        used = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        limit = 1024 * int(used[1])
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        return torch.ones(2**28)
+
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    convert_check._transformers_logits = scarce
+    os.dup2(os.open(Path(target).with_suffix(".err"), os.O_WRONLY | os.O_CREAT), 2)
+    if written == "hf":
+        return megatron_to_hf(
+            Path(megatron),
+            Path(target),
+            model=None,
+            dtype=None,
+            max_shard_bytes=10**9,
+            verify=True,
+        )
+    return hf_to_megatron(Path(model), Path(target), dtype=None, threads=1, verify=True)
+
+
+@pytest.mark.parametrize("written", ["hf", "megatron"])
+def test_too_little_memory_to_verify_is_said_in_a_line(written, model, converted, tmp_path):
+    target = tmp_path / "target"
+    (code,) = run_ranks(1, too_little_memory, written, str(model), str(converted), str(target))
+    assert code == 2
+    error = target.with_suffix(".err").read_text().splitlines()[-1]
+    assert error.startswith(f"error: {target} is written whole, but not verified: the system gave")
+    assert target.is_dir()
+
+
+def test_an_error_nobody_thought_of_is_no_difference(capsys):
+    def fail() -> int:
+        raise KeyError("odd")
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with(fail)
+    assert ended.value.code == 3
+    assert "KeyError: 'odd'" in capsys.readouterr().err
+
+
+def test_too_little_memory_to_convert_is_a_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda: len(torch.empty(2**60)))
+    assert ended.value.code == 2
+    assert re.fullmatch("error: the system gave too little .*\n", capsys.readouterr().err)
+
+
+def test_what_a_terminal_would_act_on_is_escaped(capsys):
+    def fail() -> int:
+        raise CheckpointError("\x1b[2J \ud800 \u00e4 is there;\ngive another")
+
+    with pytest.raises(SystemExit):
+        exit_with(fail)
+    assert capsys.readouterr().err == "error: \\x1b[2J \\ud800 \u00e4 is there;\ngive another\n"
+
+
+# Sends itself Ctrl-C when a module is imported (with nothing else running), or a line is printed.
+INTERRUPTED_TOOL = """
+import builtins, os, runpy, signal, sys
+
+when, tool = sys.argv[1], sys.argv[2]
+sys.argv = sys.argv[2:]
+original_import, original_print = builtins.__import__, builtins.print
+
+def watched_import(name, *arguments, **how):
+    if name == when:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            pass  # as a library may
+    return original_import(name, *arguments, **how)
+
+builtins.__import__ = watched_import
+runpy.run_path(tool, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "message"),
+    [("torch", ""), ("transformers", "interrupted: {} is written whole, but not verified\n")],
+)
+def test_an_interrupt_is_answered_at_once_and_says_what_is_there(
+    when, message, converted, tmp_path
+):
+    target = tmp_path / "target"
+    tool = ROOT / "tools" / "convert_megatron_to_hf.py"
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_TOOL, when, tool, converted, target, "--verify"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        timeout=240,
+    )
+    assert done.returncode == 130
+    lines = [line for line in done.stderr.splitlines(keepends=True) if " MB/s, " not in line]
+    assert "".join(lines) == message.format(target)
+    assert target.exists() == bool(message)
+
+
+def test_an_interrupted_conversion_leaves_nothing(converted, tmp_path, capsys, monkeypatch):
+    def interrupt(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(convert._Lines, "__call__", interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            exit_with(lambda: to_hf(converted, tmp_path / "hf", None))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted; nothing was left behind\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("tool", "option", "values", "message"),
+    [
+        (
+            "convert_megatron_to_hf",
+            "--max-shard-gb",
+            ["inf", "1e300", "nan", "0", "-1"],
+            "must be above 0 and at most 1e+06",
+        ),
+        ("convert_hf_to_megatron", "--threads", ["0", "-1", "65"], "must be from 1 to 64"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(tool, option, values, message, monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    main = runpy.run_path(str(ROOT / "tools" / f"{tool}.py"))["main"]
+    for value in values:
+        monkeypatch.setattr(sys, "argv", [tool, "a", "b", f"{option}={value}"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_target_that_exists_is_said_before_anything_else(converted, tmp_path):
+    for target in (Path("/"), Path("."), Path(""), tmp_path):
+        with pytest.raises(CheckpointError, match="exists already"):
+            to_hf(tmp_path / "no checkpoint", target, None)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config\.json, which is a file: name one"):
+        to_hf(converted, tmp_path / "hf", tmp_path / "config.json")
 
 
 def test_every_place_a_checkpoint_may_lie_is_found(model, converted, run, tmp_path):
@@ -208,9 +393,10 @@ def test_places_without_a_checkpoint_are_refused(model, run, tmp_path):
     state.write_text(state.read_text().replace(str(model), "/gone"))
     with pytest.raises(CheckpointError, match=r"is /gone, which does not exist here: name one"):
         to_hf(tmp_path / "moved", tmp_path / "hf", None)
-    state.write_text("{")
-    with pytest.raises(CheckpointError, match=r"state\.json cannot be used"):
-        to_hf(tmp_path / "moved", tmp_path / "hf", None)
+    for text in ("{", 100_000 * "["):
+        state.write_text(text)
+        with pytest.raises(CheckpointError, match=r"state\.json cannot be used"):
+            to_hf(tmp_path / "moved", tmp_path / "hf", None)
 
 
 def test_weights_of_several_dtypes_need_a_choice(model, tmp_path):
@@ -248,6 +434,14 @@ def test_training_starts_from_its_weights_in_another_layout(model, run, tmp_path
     stored = load_file(model / "model.safetensors")
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], stored[name].bfloat16().float()) for name in stored)
+
+
+def test_a_recipe_whose_model_has_a_config_nested_too_deeply_is_refused(model, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(model=tmp_path, run_dir=tmp_path))
+    (tmp_path / "config.json").write_text(100_000 * '{"a":')
+    with pytest.raises(RecipeError, match=r"^model\.path: .*config\.json is not valid JSON"):
+        check_model(load_recipe(path, []))
 
 
 def test_a_recipe_that_names_no_checkpoint_is_refused_at_its_start(model, tmp_path):

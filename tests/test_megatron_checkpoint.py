@@ -1,8 +1,10 @@
 """Megatron checkpoints written and read in one process, against Megatron's own models and code."""
 
+import dataclasses
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -251,6 +253,9 @@ def llama(models, converted, tmp_path) -> tuple[Path, Path]:
     return models["llama untied"], tmp_path / "damaged"
 
 
+NESTED = 100_000 * '{"a":' + "1" + 100_000 * "}"
+
+
 def data_file(checkpoint: Path) -> Path:
     return max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
 
@@ -364,7 +369,79 @@ def _overwritten(checkpoint: Path) -> str:
     size = path.stat().st_size
     with open(path, "r+b") as file:
         file.write(b"\0" * size)
-    return rf"cannot be read from .*{path.name}.*copy it again"
+    return rf"cannot be read from {path.name} \(what describes .* is damaged\); copy it again"
+
+
+def _unknown_class(checkpoint: Path) -> str:
+    """Where torch would advise to load it all the same."""
+    path = data_file(checkpoint)
+    content = path.read_bytes()
+    assert b"torch._utils\n_rebuild_tensor_v2" in content
+    path.write_bytes(
+        content.replace(b"torch._utils\n_rebuild_tensor_v2", b"torch._utils\n_rebuild_tensor_vX")
+    )
+    return rf"cannot be read from {path.name} \(what describes .* is damaged\); copy it again"
+
+
+def _edited(checkpoint: Path, edit) -> None:
+    found = pickle.loads((checkpoint / ".metadata").read_bytes())
+    edit(found.state_dict_metadata)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def _no_properties(checkpoint: Path) -> str:
+    _edited(checkpoint, lambda tensors: setattr(tensors["output_layer.weight"], "properties", None))
+    return r"\.metadata is damaged \(`output_layer\.weight` has no properties\)"
+
+
+def _no_dtype(checkpoint: Path) -> str:
+    _edited(
+        checkpoint,
+        lambda tensors: setattr(tensors["output_layer.weight"].properties, "dtype", None),
+    )
+    return r"\.metadata is damaged \(`output_layer\.weight` has no dtype\)"
+
+
+def _quantised(checkpoint: Path) -> str:
+    _edited(
+        checkpoint,
+        lambda tensors: setattr(tensors["output_layer.weight"].properties, "dtype", torch.int8),
+    )
+    return r"`output_layer\.weight` has dtype torch\.int8; allowed: .*torch\.bfloat16"
+
+
+def _no_place(checkpoint: Path) -> str:
+    _edited(
+        checkpoint,
+        lambda tensors: setattr(tensors["output_layer.weight"].chunks[0], "sizes", None),
+    )
+    return r"`output_layer\.weight` has a chunk without a place"
+
+
+def _no_name(checkpoint: Path) -> str:
+    _edited(checkpoint, lambda tensors: tensors.update({7: tensors["output_layer.weight"]}))
+    return "a tensor's name is 7"
+
+
+def _control_characters(checkpoint: Path) -> str:
+    def add(tensors):
+        tensors["\x1b[2J"] = tensors.pop("output_layer.weight")
+
+    found = pickle.loads((checkpoint / ".metadata").read_bytes())
+    add(found.state_dict_metadata)
+    found.storage_data = {
+        dataclasses.replace(index, fqn="\x1b[2J")
+        if index.fqn == "output_layer.weight"
+        else index: p
+        for index, p in found.storage_data.items()
+    }
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
+    return r"1 unexpected: '\\x1b\[2J'"
+
+
+def _nested_format(checkpoint: Path) -> str:
+    (checkpoint / "metadata.json").write_text(NESTED)
+    return r"metadata\.json cannot be used \(RecursionError"
 
 
 @pytest.mark.parametrize(
@@ -378,17 +455,26 @@ def _overwritten(checkpoint: Path) -> str:
         _outside,
         _lost_chunk,
         _overwritten,
+        _unknown_class,
+        _no_properties,
+        _no_dtype,
+        _quantised,
+        _no_place,
+        _no_name,
+        _control_characters,
+        _nested_format,
     ],
 )
 def test_damage_is_named_and_nothing_is_written(damage, llama, tmp_path):
     model, checkpoint = llama
     message = damage(checkpoint)
-    with pytest.raises((CheckpointError, WeightError), match=message):
+    with pytest.raises((CheckpointError, WeightError), match=message) as caught:
         save_hf(
             tmp_path / "out" / "hf",
             hf_tensors(open_for(checkpoint, model), None),
             source=model,
         )
+    assert "weights_only" not in str(caught.value)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
@@ -460,6 +546,33 @@ def test_a_head_that_a_tied_model_stores_must_be_the_embedding(models, tmp_path)
         save_megatron(tmp_path / "differs", other)
 
 
+@pytest.mark.parametrize("shape", [(), (1005,), (1004, 64)])
+def test_a_head_that_a_tied_model_stores_must_have_the_embeddings_shape(shape, models, tmp_path):
+    other = edited(models["qwen3 tied"], tmp_path / "other", UP, lambda tensor: tensor)
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] = torch.zeros(shape)
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    must = list(tensors["model.embed_tokens.weight"].shape)
+    message = rf"1 misshapen: lm_head\.weight is {re.escape(str(list(shape)))}, must be "
+    with pytest.raises(WeightError, match=message + re.escape(str(must))):
+        save_megatron(tmp_path / "megatron", other)
+
+
+def test_a_source_that_is_no_model_directory_is_said_in_the_right_words(models, tmp_path):
+    model, odd = models["llama untied"], tmp_path / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_text(NESTED)
+    (tmp_path / "dir" / "config.json").mkdir(parents=True)
+    for source, message in (
+        (model / "config.json", r"config\.json is a file: give the Hugging Face model directory"),
+        (odd, r"odd/config\.json is nested too deeply"),
+        (tmp_path / "dir", r"dir/config\.json cannot be read: .*Is a directory"),
+        (tmp_path / "absent", r"absent/config\.json does not exist: give"),
+    ):
+        with pytest.raises(WeightError, match=message):
+            save_megatron(tmp_path / "megatron", source)
+
+
 def test_what_cannot_be_written_leaves_nothing(models, monkeypatch, tmp_path):
     model, target = models["llama untied"], tmp_path / "out" / "megatron"
     target.mkdir(parents=True)
@@ -470,7 +583,7 @@ def test_what_cannot_be_written_leaves_nothing(models, monkeypatch, tmp_path):
     shutil.rmtree(target)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**6))
-    with pytest.raises(CheckpointError, match=r"needs 0\.00 GB of disk, but only 0\.00 GB are"):
+    with pytest.raises(CheckpointError, match=r"needs 1\.\d MB of disk, but only 1\.0 MB are"):
         save_megatron(target, model)
     assert list(target.parent.iterdir()) == []
 

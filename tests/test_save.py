@@ -1,10 +1,17 @@
 """Directories written by streaming: what is in memory meanwhile, what is left after a failure."""
 
+import gc
 import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import weakref
+from collections import deque
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_opo.errors import CheckpointError, WeightError
+from megatron_opo.weights import new_directory
 from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.megatron_save import save_megatron
 from megatron_opo.weights.save import save_hf
 from megatron_opo.weights.streaming import WRITE_BYTES, FileStream, StreamedFile
 from tests.models import tiny_llama
@@ -121,8 +130,10 @@ def test_weights_that_are_not_the_configs_are_refused(case, source, tmp_path):
     pairs = (taken.append(name) or (name, tensor) for name, tensor in tensors.items())
     with pytest.raises(WeightError, match=message):
         save_hf(tmp_path / "hf", pairs, source=source)
-    assert taken == list(tensors), "ranks that take part are not left waiting"
     assert list(tmp_path.iterdir()) == []
+    # Where ranks take part in producing them, the caller runs them to their end.
+    deque(pairs, maxlen=0)
+    assert taken == list(tensors)
 
 
 def test_a_tensor_that_comes_twice_is_refused(source, tmp_path):
@@ -144,10 +155,10 @@ def test_too_little_space_is_said_before_anything_is_written(source, tmp_path, m
     with pytest.raises(CheckpointError) as error:
         save_hf(target, pairs, source=source)
     size = sum(tensor.nbytes for tensor in weights(source).values())
-    assert f"{target} needs {size / 1e9:.2f} GB of disk, but only 0.00 GB are free" in str(
+    assert f"{target} needs {size / 1e6:.1f} MB of disk, but only 1.0 MB are free" in str(
         error.value
     )
-    assert len(taken) == len(shapes(source))
+    assert len(taken) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,15 +195,158 @@ def test_what_a_killed_process_left_is_removed_by_the_next_save(source, tmp_path
     with pytest.raises(RankError, match="died without an answer"):
         run_ranks(1, die_while_saving, str(source), str(target))
     (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".hf.partial-")
-    alive = tmp_path / f".hf.partial-{os.getppid()}"
-    reused = tmp_path / f".hf.partial-{os.getpid()}"  # an earlier process had this one's number
-    other = tmp_path / f".hf2.partial-{left.name.rpartition('-')[2]}"
-    for path in (alive, reused, other):
+    here, label = left.name.rpartition("-")[::2]
+    assert here.startswith(".hf.partial-")
+    held = tmp_path / f"{here}-00000001"
+    elsewhere = tmp_path / ".hf.partial-othernode-1234abcd-00000002"
+    long_idle = tmp_path / ".hf.partial-othernode-1234abcd-00000003"
+    busy_file = tmp_path / ".hf.partial-othernode-1234abcd-00000004"
+    other = tmp_path / f".hf2.partial-{label}"
+    for path in (held, elsewhere, long_idle, busy_file, other):
         path.mkdir()
-    save_hf(target, weights(source).items(), source=source)
-    assert set(tmp_path.iterdir()) == {target, alive, other}
+        (path / "model.safetensors").touch()
+    days_ago = time.time() - 2 * 24 * 3600
+    for path in (held, long_idle, other):
+        os.utime(path / "model.safetensors", (days_ago, days_ago))
+    for path in (held, long_idle, other, busy_file):
+        os.utime(path, (days_ago, days_ago))
+    with held_by_another_process(held):
+        save_hf(target, weights(source).items(), source=source)
+    assert set(tmp_path.iterdir()) == {target, held, elsewhere, busy_file, other}
     assert load_file(target / "model.safetensors").keys() == shapes(source).keys()
+
+
+@contextmanager
+def held_by_another_process(directory: Path):
+    code = "import fcntl, os, sys; fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+    code += "fcntl.flock(fd, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, directory]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"\n"
+        yield
+
+
+def test_another_node_s_process_with_the_same_number_is_not_disturbed(
+    source, tmp_path, monkeypatch
+):
+    """Two containers on one disk, both of which call their process 1: no lock, no other number."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    target = tmp_path / "hf"
+
+    def pairs():
+        for i, pair in enumerate(weights(source).items()):
+            if i == 20:
+                with monkeypatch.context() as other:
+                    other.setattr(new_directory, "_machine", lambda: "other-1234abcd")
+                    save_hf(target, weights(source).items(), source=source)
+                (target / "README").write_text("of the first that was done")
+            yield pair
+
+    with pytest.raises(CheckpointError, match=r"hf appeared while it was written here, by ano"):
+        save_hf(target, pairs(), source=source)
+    assert list(tmp_path.iterdir()) == [target]
+    assert (target / "README").exists()
+
+
+@pytest.mark.parametrize("found", ["directory", "empty directory", "file", "link", "lost link"])
+def test_a_target_that_exists_is_left_before_the_weights_are_touched(found, source, tmp_path):
+    target, untouched = tmp_path / "hf", iter([("never", torch.full((1,), torch.nan))])
+    (tmp_path / "there").mkdir()
+    if "link" in found:
+        target.symlink_to(tmp_path / ("there" if found == "link" else "gone"))
+    elif found == "file":
+        target.write_text("mine")
+    else:
+        target.mkdir()
+        if found == "directory":
+            (target / "mine").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"hf exists already.*: remove it or choose another"):
+        save_hf(target, untouched, source=source)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert next(untouched)[0] == "never"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (".", r"^\. exists already"),
+        ("", r"^\. exists already"),
+        ("/", r"^/ exists already"),
+        ("..", r"^\.\. exists already"),
+        ("absent/..", r"^absent/\.\. does not end in the name of a new directory"),
+        ("file/hf", r"^file/hf cannot be made: .*file is not a directory"),
+    ],
+)
+def test_a_target_without_a_place_or_name_is_refused(
+    target, message, source, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for save in (
+        lambda: save_hf(Path(target), iter(()), source=source),
+        lambda: save_megatron(Path(target), source),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save()
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def fail_twice(source: str, target: str) -> tuple[str, bool]:
+    """The error of a disk that fills up long before weights turn out to be unusable."""
+    import resource
+
+    def pairs():
+        for i, pair in enumerate(weights(Path(source)).items()):
+            if i == 30:
+                raise WeightError("`late` holds NaN")
+            yield pair
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+    coming = pairs()
+    try:
+        save_hf(Path(target), coming, source=Path(source), buffer_bytes=1)
+    except CheckpointError as error:
+        message = str(error)
+    gc.collect()
+    return message, coming.gi_frame is not None
+
+
+def test_the_first_error_is_shown_and_weights_stay_open_for_the_caller(source, tmp_path):
+    ((message, is_open),) = run_ranks(1, fail_twice, str(source), str(tmp_path / "hf"))
+    assert re.search("hf cannot be written: .*File too large", message)
+    assert is_open, "else other ranks would wait for ever"
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupt_twice(source: str, target: str) -> str:
+    """Ctrl-C in the midst of the weights, and again when what is there is being removed."""
+    remove, removals = shutil.rmtree, []
+
+    def interrupted_rmtree(path, **how):
+        removals.append(path)
+        os.kill(os.getpid(), signal.SIGINT)
+        remove(path, **how)
+
+    def pairs():
+        for i, pair in enumerate(weights(Path(source)).items()):
+            if i == 20:
+                shutil.rmtree = interrupted_rmtree
+                os.kill(os.getpid(), signal.SIGINT)
+            yield pair
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        save_hf(Path(target), pairs(), source=Path(source))
+    except KeyboardInterrupt:
+        return f"interrupted, {len(removals)} more in vain"
+    return "saved"
+
+
+def test_an_interrupt_while_an_interrupted_save_is_removed_changes_nothing(source, tmp_path):
+    (found,) = run_ranks(1, interrupt_twice, str(source), str(tmp_path / "hf"))
+    assert re.fullmatch(r"interrupted, [1-9] more in vain", found)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_source_without_a_config_is_an_error(source, tmp_path):

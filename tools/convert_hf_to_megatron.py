@@ -8,15 +8,21 @@ under any tensor, pipeline, virtual pipeline, expert and data parallelism. The d
 under its name only when it is complete.
 
 Train from it with `model.megatron_checkpoint=checkpoints/qwen3_8b`. Exit codes: 0 done (and
-verified), 1 --verify found a difference, 2 an error, of which nothing is left behind.
+verified), 1 --verify found a difference, 2 an error (nothing is left behind, or the message says
+that OUT_DIR is written but not verified), 3 a bug, with its traceback, 130 interrupted.
 """
 
 import argparse
 import os
+import signal
 from pathlib import Path
+
+MAX_THREADS = 64
 
 
 def main() -> None:
+    # Imports take seconds, and libraries hide an interrupt: until they are done, just end.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,8 +41,8 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2, help="each writes a file (default: 2)")
     options = parser.parse_args()
-    if options.threads < 1:
-        parser.error(f"--threads: {options.threads}, must be at least 1")
+    if not 1 <= options.threads <= MAX_THREADS:
+        parser.error(f"--threads: {options.threads}, must be from 1 to {MAX_THREADS}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it is work for a CPU
 
     from megatron_opo.convert import DTYPES, exit_with, hf_to_megatron

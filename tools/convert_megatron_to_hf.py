@@ -10,15 +10,21 @@ The checkpoint may have been saved under any layout, with or without an optimize
 
 One process on a CPU is enough: no GPU, no torchrun, and memory for a few of the largest tensors.
 The directory appears under its name only when it is complete. Exit codes: 0 done (and verified),
-1 --verify found a difference, 2 an error, of which nothing is left behind.
+1 --verify found a difference, 2 an error (nothing is left behind, or the message says that OUT_DIR
+is written but not verified), 3 a bug, with its traceback, 130 interrupted.
 """
 
 import argparse
 import os
+import signal
 from pathlib import Path
+
+MAX_SHARD_GB = 1e6
 
 
 def main() -> None:
+    # Imports take seconds, and libraries hide an interrupt: until they are done, just end.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,8 +52,10 @@ def main() -> None:
         help="compare every tensor to the bit, and the logits of both models if they fit in memory",
     )
     options = parser.parse_args()
-    if not options.max_shard_gb > 0:
-        parser.error(f"--max-shard-gb: {options.max_shard_gb}, must be above 0")
+    if not 0 < options.max_shard_gb <= MAX_SHARD_GB:
+        parser.error(
+            f"--max-shard-gb: {options.max_shard_gb}, must be above 0 and at most {MAX_SHARD_GB:g}"
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it is work for a CPU
 
     from megatron_opo.convert import DTYPES, exit_with, megatron_to_hf

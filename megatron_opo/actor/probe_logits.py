@@ -7,6 +7,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_opo.actor.model import PackedGPTModel, build_model, output_weight
 from megatron_opo.actor.parallel import initialize, shutdown
@@ -14,6 +15,7 @@ from megatron_opo.errors import WeightError
 from megatron_opo.recipe import ActorConfig
 from megatron_opo.weights.families import read_architecture
 from megatron_opo.weights.megatron_checkpoint import open_megatron
+from megatron_opo.weights.memory import is_shortage
 
 
 def probe_logits(
@@ -73,7 +75,10 @@ def _load(model: PackedGPTModel, checkpoint: Path, hf_config: dict[str, Any]) ->
     }
     try:
         loaded: Any = dist_checkpointing.load({"model": tensors}, str(checkpoint))
-    except Exception as error:
+    # The latter is no Exception.
+    except (Exception, CheckpointException) as error:
+        if is_shortage(error):
+            raise
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
         raise WeightError(
             f"checkpoint {checkpoint}: Megatron cannot load it ({type(error).__name__}: {reason})"

@@ -15,9 +15,9 @@ import torch
 from megatron_opo.errors import WeightError
 from megatron_opo.weights.memory import allocate
 from megatron_opo.weights.safetensors_layout import Entry, read_layout
+from megatron_opo.weights.text import shown_name, shown_problems
 
 INDEX = "model.safetensors.index.json"
-SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,31 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+def read_config(directory: Path) -> dict:
+    """config.json of a Hugging Face directory.
+
+    Raises:
+        WeightError: there is none, or it is not a JSON object.
+    """
+    directory = Path(directory)
+    path = directory / "config.json"
+    if directory.is_file():
+        raise WeightError(
+            f"{directory} is a file: give the Hugging Face model directory that it lies in"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise WeightError(f"{path} does not exist: give a Hugging Face model directory") from None
+    except RecursionError:
+        raise WeightError(f"{path} is nested too deeply: no model's config.json is") from None
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise WeightError(f"{path} must hold an object, got {config!r:.60}")
+    return config
+
+
 def open_checkpoint(directory: Path, stack: ExitStack) -> Checkpoint:
     """Read the index and the headers of the safetensors files in `directory`.
 
@@ -123,19 +148,23 @@ def open_checkpoint(directory: Path, stack: ExitStack) -> Checkpoint:
     for file in names:
         path = directory / file
         if not path.is_file():
-            raise WeightError(f"{index_path} names {file}, which does not exist: fetch it again")
+            raise WeightError(
+                f"{index_path} names {shown_name(file)}, which does not exist: fetch it again"
+            )
         for name, entry in read_layout(path).items():
             if name in tensors:
                 raise WeightError(
-                    f"`{name}` stands in both {tensors[name][0]} and {file} of {directory}: keep "
-                    "the files of one model only"
+                    f"`{shown_name(name)}` stands in both {tensors[name][0]} and {file} of "
+                    f"{directory}: keep the files of one model only"
                 )
             tensors[name], entries[name] = (file, entry.shape), entry
         descriptors[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, descriptors[file])
     for name, file in (index or {}).items():
         if tensors.get(name, (None,))[0] != file:
-            raise WeightError(f"{index_path} says `{name}` is in {file}, which does not hold it")
+            raise WeightError(
+                f"{index_path} says `{shown_name(name)}` is in {file}, which does not hold it"
+            )
     return Checkpoint(directory, tensors, entries, descriptors)
 
 
@@ -146,7 +175,7 @@ def _read_index(path: Path) -> dict[str, str]:
             raise ValueError("weight_map must be a mapping from tensor to file")
         if any(Path(str(file)).name != file for file in weight_map.values()):
             raise ValueError("weight_map must name files beside the index")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightError(f"{path} is not a valid index ({error!r}): fetch it again") from error
     return weight_map
 
@@ -158,8 +187,9 @@ def check_names(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], ti
         WeightError: tensors are missing, unexpected or misshapen; all are counted, some shown.
     """
     found = {name: shape for name, (_, shape) in checkpoint.tensors.items() if not _inert(name)}
-    if tied:
-        found.pop("lm_head.weight", None)
+    if tied and "lm_head.weight" in found:
+        # Stored all the same; whether it is the embedding is compared when both are read.
+        expected = expected | {"lm_head.weight": expected["model.embed_tokens.weight"]}
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]
     misshapen = [
@@ -167,19 +197,9 @@ def check_names(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], ti
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
-    problems = [
-        f"{len(names)} {what}: {'; '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}"
-        for what, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("misshapen", misshapen),
-        )
-        if names
-    ]
-    if problems:
+    if problems := shown_problems(missing=missing, unexpected=unexpected, misshapen=misshapen):
         raise WeightError(
-            f"the weights in {checkpoint.directory} do not fit its config.json: tensors "
-            + "\n  ".join(["", *problems])
+            f"the weights in {checkpoint.directory} do not fit its config.json: tensors{problems}"
         )
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_opo.weights.checkpoint import read_box
-from megatron_opo.weights.memory import allocate
+from megatron_opo.weights.memory import allocate, is_shortage
 from megatron_opo.weights.safetensors_layout import Entry
 
 
@@ -24,8 +24,7 @@ def read_chunk(
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: there is another tensor there, or none. What torch raises beside for damaged
-            data is not told apart.
+        ValueError: there is another tensor there, or none, or a damaged one.
     """
     with open(path, "rb") as file:
         entry = _find(file, *place)
@@ -46,9 +45,15 @@ def _is_inside(ends: list[int], shape: tuple[int, ...]) -> bool:
 
 def _find(file: Any, offset: int, length: int) -> Entry:
     # Under this mode torch.load reads a tensor's description and not its bytes.
-    with FakeTensorMode():
-        view: Any = _create_file_view(file, offset, length)
-        tensor: Any = torch.load(view, map_location="cpu", weights_only=True)
+    try:
+        with FakeTensorMode():
+            view: Any = _create_file_view(file, offset, length)
+            tensor: Any = torch.load(view, map_location="cpu", weights_only=True)
+    # Damaged data may fail in any way; what torch says of it is advice to run what is in the file.
+    except Exception as error:
+        if isinstance(error, OSError) or is_shortage(error):
+            raise
+        raise ValueError("what describes the tensor there is damaged") from error
     if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
         raise ValueError("it does not hold a contiguous tensor")
     storage: Any = tensor.untyped_storage()

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_opo.errors import WeightError
-from megatron_opo.weights.checkpoint import SHOWN, is_finite
+from megatron_opo.weights.checkpoint import is_finite
 from megatron_opo.weights.chunk_file import read_chunk
 from megatron_opo.weights.families import Architecture, Row
 from megatron_opo.weights.memory import allocate
+from megatron_opo.weights.safetensors_layout import NAMES
 from megatron_opo.weights.slices import FUSED_NORMS, local_shape, whole_parts
+from megatron_opo.weights.text import shown_problems
 from megatron_opo.weights.torch_dist import read_metadata
 
 OPTIMIZER_KEY = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -135,15 +137,10 @@ class MegatronCheckpoint:
                     overlap.inside,
                     target[overlap.region],
                 )
-            # What torch raises for damaged data is not told apart.
-            except Exception as error:
-                if "can't allocate memory" in str(error):
-                    raise
-                reason = (str(error).strip() or repr(error)).splitlines()[0]
+            except (OSError, ValueError) as error:
                 raise WeightError(
                     f"checkpoint {self.directory}: `{slot.key}` cannot be read from "
-                    f"{place.relative_path} ({type(error).__name__}: {reason}); copy it again, or "
-                    "use another checkpoint"
+                    f"{place.relative_path} ({error}); copy it again, or use another checkpoint"
                 ) from error
         return target.reshape(sizes)
 
@@ -203,6 +200,12 @@ def open_megatron(directory: Path, architecture: Architecture) -> MegatronCheckp
             missing.append(row.megatron)
             continue
         slots[row.megatron] = found
+        dtype = stored[found.key].properties.dtype
+        if dtype not in NAMES:
+            raise WeightError(
+                f"checkpoint {directory}: `{found.key}` has dtype {dtype}; allowed: "
+                f"{', '.join(map(str, NAMES))} (quantised weights must be dequantised first)"
+            )
         problem = _misshapen(architecture, row, found, tuple(stored[found.key].size))
         if problem:
             misshapen[found.key] = problem
@@ -265,19 +268,10 @@ def _report(
     unexpected: list[str],
     misshapen: list[str],
 ) -> None:
-    problems = [
-        f"{len(names)} {what}: {'; '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}"
-        for what, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("misshapen", misshapen),
-        )
-        if names
-    ]
-    if problems:
+    if problems := shown_problems(missing=missing, unexpected=unexpected, misshapen=misshapen):
         raise WeightError(
             f"checkpoint {directory} does not hold the {architecture.family.model_type} model that "
-            "config.json describes: parameters" + "\n  ".join(["", *problems])
+            f"config.json describes: parameters{problems}"
         )
 
 
@@ -297,7 +291,7 @@ def _by_index(
 
 def hf_tensors(
     checkpoint: MegatronCheckpoint, dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Generator[tuple[str, torch.Tensor], None, None]:
     """All tensors by their Hugging Face names, in the order of `Architecture.rows`, in `dtype` or
     as they are stored. A few parameters are read ahead; no more are in memory.
 

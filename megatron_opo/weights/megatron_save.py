@@ -12,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -30,13 +30,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_opo.errors import CheckpointError, WeightError
-from megatron_opo.weights.checkpoint import Checkpoint, check_names, is_finite, open_checkpoint
+from megatron_opo.errors import WeightError
+from megatron_opo.weights.checkpoint import (
+    Checkpoint,
+    check_names,
+    is_finite,
+    open_checkpoint,
+    read_config,
+)
 from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row, read_architecture
 from megatron_opo.weights.megatron_checkpoint import names_of, stacked
-from megatron_opo.weights.save import COMPANIONS, check_space, remove_leftovers
+from megatron_opo.weights.new_directory import check_space, check_target, new_directory
+from megatron_opo.weights.save import COMPANIONS
 from megatron_opo.weights.slices import local_shape, merge
-from megatron_opo.weights.streaming import OnProgress, StreamedFile, flush_to_disk
+from megatron_opo.weights.streaming import OnProgress, StreamedFile
 from megatron_opo.weights.torch_dist import FORMAT, METADATA
 
 CHUNK_BYTES = 2**26
@@ -90,8 +97,7 @@ def save_megatron(
         CheckpointError: `directory` exists, or cannot be written, or does not fit on the disk.
     """
     directory, source = Path(directory), Path(source)
-    if directory.exists():
-        raise CheckpointError(f"{directory} exists already: remove it or choose another place")
+    check_target(directory)
     architecture = read_architecture(read_config(source))
     with ExitStack() as stack:
         checkpoint = open_checkpoint(source, stack)
@@ -103,47 +109,11 @@ def save_megatron(
             sum(chunk.num_bytes for chunk in chunks)
             + CHUNK_OVERHEAD * (len(chunks) + len(objects)),
         )
-        with _new_directory(directory) as partial:
+        with new_directory(directory) as partial:
             writer = _Writer(partial, checkpoint, architecture, chunks, on_progress)
             storage = writer.run(threads)
             _write_metadata(partial, chunks, objects, storage)
             _copy_companions(partial / "hf", source)
-
-
-def read_config(directory: Path) -> dict:
-    """config.json of a Hugging Face directory.
-
-    Raises:
-        WeightError: there is none, or it is not a JSON object.
-    """
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise WeightError(f"{path} does not exist: give a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
-        raise WeightError(f"{path} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise WeightError(f"{path} must hold an object, got {config!r:.60}")
-    return config
-
-
-@contextmanager
-def _new_directory(directory: Path) -> Iterator[Path]:
-    """A directory to fill, which takes the name `directory` when the block ends without an error,
-    and is removed otherwise."""
-    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    try:
-        remove_leftovers(directory)
-        partial.mkdir(parents=True)
-        yield partial
-        flush_to_disk([*partial.rglob("*"), partial])
-        partial.rename(directory)
-        flush_to_disk([directory.parent])
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _keys(architecture: Architecture, row: Row) -> list[tuple[str, tuple[int, ...], tuple]]:

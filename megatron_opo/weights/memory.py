@@ -5,6 +5,7 @@ first touch: that takes several times as long as to read a file into them. Here 
 pages, and is used again.
 """
 
+import errno
 import math
 import mmap
 import weakref
@@ -51,6 +52,16 @@ class _Pages:
 
 
 _pages = _Pages()
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether it says that there is too little memory."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and ("allocate memory" in text or "new thread" in text))
+    )
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

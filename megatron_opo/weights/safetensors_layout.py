@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_opo.errors import WeightError
+from megatron_opo.weights.text import shown_name
 
 DTYPES = {
     "F32": torch.float32,
@@ -110,6 +111,7 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _entry(name: str, described: Any, begin: int) -> Entry:
+    name = shown_name(name)
     if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"`{name}` is not described by dtype, shape and data_offsets")
     shape, offsets = described["shape"], described["data_offsets"]
@@ -138,7 +140,9 @@ def _contiguous(entries: dict[str, Entry], begin: int, size: int) -> dict[str, E
     position = begin
     for name, entry in ordered.items():
         if entry.start != position:
-            raise ValueError(f"`{name}` begins at byte {entry.start}, must begin at {position}")
+            raise ValueError(
+                f"`{shown_name(name)}` begins at byte {entry.start}, must begin at {position}"
+            )
         position = entry.end
     if position != size:
         raise ValueError(f"it has {size} bytes, its header says {position}")

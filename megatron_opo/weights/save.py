@@ -2,21 +2,20 @@
 
 import json
 import math
-import os
 import shutil
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 
 import torch
 
-from megatron_opo.errors import CheckpointError, WeightError
-from megatron_opo.weights.checkpoint import INDEX, SHOWN
+from megatron_opo.errors import CheckpointError, RecipeError, WeightError
+from megatron_opo.weights.checkpoint import INDEX, read_config
 from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.new_directory import check_space, check_target, new_directory
 from megatron_opo.weights.safetensors_layout import Entry, lay_out
-from megatron_opo.weights.streaming import FileStream, OnProgress, flush_to_disk
+from megatron_opo.weights.streaming import FileStream, OnProgress
+from megatron_opo.weights.text import SHOWN, shown_name
 
 # What a model directory holds beside config and weights, by transformers' names.
 COMPANIONS = (
@@ -59,27 +58,27 @@ def save_hf(
     generation config of `source`.
 
     The directory appears under its name only when it is complete, and on the disk. `weights`, all
-    of one dtype and in any order, are exhausted even when writing fails, so that ranks which take
-    part in producing them are not left waiting. A tensor is written while the next one is made; the
-    tensors which wait for that take up to `buffer_bytes`, or are a single one that is larger.
+    of one dtype and in any order, are not touched before the target is known to be free. Where
+    writing fails they are neither exhausted nor closed: when ranks take part in producing them, the
+    caller runs them to their end. A tensor is written while the next one is made; the tensors which
+    wait for that take up to `buffer_bytes`, or are a single one that is larger.
 
     Raises:
-        CheckpointError: `directory` exists, `source` lacks a config.json, or the disk is full.
+        CheckpointError: `directory` exists, `source` has no usable config.json, or the disk is
+            full.
         WeightError: `weights` are not all tensors of the config, in their shapes.
     """
     directory, source = Path(directory), Path(source)
-    remaining = iter(weights)
-    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    check_target(directory)
     try:
-        if directory.exists():
-            raise CheckpointError(f"{directory} exists already: remove it or choose another place")
-        config = json.loads((source / "config.json").read_text())
+        config = read_config(source)
         expected = read_architecture(config).hf_shapes()
-        dtype, weights = _peek(remaining, len(expected))
-        shards = plan_shards(expected, dtype, max_shard_bytes)
-        remove_leftovers(directory)
-        check_space(directory, sum(shard.num_bytes for shard in shards))
-        partial.mkdir(parents=True)
+    except (WeightError, RecipeError) as error:
+        raise CheckpointError(f"{directory} cannot be written: {error}") from error
+    dtype, weights = _peek(iter(weights), len(expected))
+    shards = plan_shards(expected, dtype, max_shard_bytes)
+    check_space(directory, sum(shard.num_bytes for shard in shards))
+    with new_directory(directory) as partial:
         sizes = {partial / shard.file: shard.num_bytes for shard in shards}
         with FileStream(
             sizes, buffer_bytes=buffer_bytes, threads=threads, on_progress=on_progress
@@ -87,14 +86,6 @@ def save_hf(
             _write_weights(stream, partial, shards, weights)
         _write_index(partial, shards)
         _write_companions(partial, source, config, dtype)
-        flush_to_disk([*partial.iterdir(), partial])
-        partial.rename(directory)
-        flush_to_disk([directory.parent])
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory} cannot be written: {error}") from error
-    finally:
-        deque(remaining, maxlen=0)
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def plan_shards(
@@ -127,7 +118,10 @@ def _peek(weights: Weights, count: int) -> tuple[torch.dtype, Weights]:
 
     def again() -> Weights:
         yield held.pop()  # not kept: it is often the largest
-        yield from weights
+        # Not `yield from`: that would close `weights` too when this ends early.
+        for pair in weights:
+            yield pair
+            del pair
 
     return held[0][1].dtype, again()
 
@@ -144,7 +138,7 @@ def _write_weights(
     for name, tensor in weights:
         if name not in places:
             raise WeightError(
-                f"`{name}` was to be saved twice, or is none of config.json's tensors"
+                f"`{shown_name(name)}` was to be saved twice, or is none of config.json's tensors"
             )
         path, entry = places.pop(name)
         if (tensor.shape, tensor.dtype) != (entry.shape, entry.dtype):
@@ -179,32 +173,3 @@ def _write_companions(partial: Path, source: Path, config: dict, dtype: torch.dt
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, partial / path.name)
-
-
-def remove_leftovers(directory: Path) -> None:
-    """What a process that was killed has left of an earlier try."""
-    for path in directory.parent.glob(f".{escape(directory.name)}.partial-*"):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
-
-
-def check_space(directory: Path, needed: int) -> None:
-    """Raises CheckpointError where `needed` bytes do not fit on the disk of a new directory."""
-    place = next(parent for parent in directory.absolute().parents if parent.exists())
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise CheckpointError(
-            f"{directory} needs {needed / 1e9:.2f} GB of disk, but only {free / 1e9:.2f} GB are "
-            f"free in {place}: make room or choose another place"
-        )

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -120,7 +121,7 @@ def _check_format(directory: Path) -> None:
         raise CheckpointError(
             f"checkpoint {directory}: no metadata.json in it: not a Megatron distributed checkpoint"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {directory}: metadata.json cannot be used ({error!r})"
         ) from None
@@ -143,7 +144,7 @@ def _check(directory: Path, found: Any) -> None:
     try:
         _check_places(directory, found)
         _check_chunks(directory, found)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise _damaged(directory, f"{type(error).__name__}: {error}") from None
 
 
@@ -171,11 +172,19 @@ def _check_places(directory: Path, found: Metadata) -> None:
 
 def _check_chunks(directory: Path, found: Metadata) -> None:
     for key, entry in found.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise _damaged(directory, f"a tensor's name is {key!r:.60}")
         if isinstance(entry, BytesStorageMetadata):
             continue
         if not isinstance(entry, TensorStorageMetadata):
             raise _damaged(directory, f"`{key}` is a {type(entry).__name__}")
+        if not isinstance(entry.properties, TensorProperties):
+            raise _damaged(directory, f"`{key}` has no properties")
+        if not isinstance(entry.properties.dtype, torch.dtype):
+            raise _damaged(directory, f"`{key}` has no dtype")
         for chunk in entry.chunks:
+            if not isinstance(chunk.offsets, torch.Size) or not isinstance(chunk.sizes, torch.Size):
+                raise _damaged(directory, f"`{key}` has a chunk without a place")
             inside = all(
                 offset >= 0 and size >= 0 and offset + size <= whole
                 for offset, size, whole in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
