@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 
 from megatron_opo.weights.checkpoint import open_checkpoint
-from megatron_opo.weights.families import Architecture, read_architecture
+from megatron_opo.weights.families import Architecture
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import hf_tensors, open_megatron
 from megatron_opo.weights.megatron_save import save_megatron
 from megatron_opo.weights.save import save_hf

@@ -24,7 +24,7 @@ from rich.progress import (
 from megatron_opo.checkpoint_source import HF, find_checkpoint
 from megatron_opo.errors import CheckpointError, OpoError, WeightError
 from megatron_opo.weights.checkpoint import read_config
-from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import hf_tensors, open_megatron
 from megatron_opo.weights.megatron_save import save_megatron
 from megatron_opo.weights.memory import is_shortage

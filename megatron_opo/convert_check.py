@@ -19,7 +19,8 @@ from megatron_opo.weights.checkpoint import (
     open_checkpoint,
     read_config,
 )
-from megatron_opo.weights.families import Architecture, read_architecture
+from megatron_opo.weights.families import Architecture
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from megatron_opo.weights.text import shown_size
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from megatron_opo.checkpoint_source import find_checkpoint
 from megatron_opo.errors import CheckpointError, RecipeError
 from megatron_opo.recipe import ActorConfig, Recipe
-from megatron_opo.weights.families import Architecture, read_architecture
+from megatron_opo.weights.families import Architecture
+from megatron_opo.weights.hf_config import read_architecture
 
 SERVER_RESERVED_TOKENS = 8
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_opo.errors import CheckpointError, WeightError
 from megatron_opo.weights import megatron_save
-from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import hf_tensors, open_megatron
 from megatron_opo.weights.megatron_save import save_megatron
 from megatron_opo.weights.save import save_hf

@@ -30,7 +30,7 @@ from megatron_opo.plan.memory import kv_per_token, pass_of, server_weights, trai
 from megatron_opo.plan.search import apply, suggest
 from megatron_opo.plan.timing import Workload, generate_time
 from megatron_opo.recipe import load_recipe
-from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.hf_config import read_architecture
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 # Sizes of the published checkpoints in bfloat16 (metadata.total_size of their index files).

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_opo.actor.rope import inverse_frequencies, token_angles
-from megatron_opo.weights.families import ROPES, read_architecture
+from megatron_opo.weights.hf_config import ROPES, read_architecture
 
 THETAS = st.one_of(st.sampled_from([1e4, 5e5, 1e6, 1_000_000, 5_000_000]), st.floats(10, 1e8))
 FACTORS = st.one_of(st.sampled_from([1, 4, 8, 32.0]), st.floats(1.0, 64.0))

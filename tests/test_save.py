@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from megatron_opo.errors import CheckpointError, WeightError
 from megatron_opo.weights import new_directory
-from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_save import save_megatron
 from megatron_opo.weights.save import save_hf
 from megatron_opo.weights.streaming import WRITE_BYTES, FileStream, StreamedFile

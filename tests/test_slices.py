@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opo.weights.families import Architecture, read_architecture
+from megatron_opo.weights.families import Architecture
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.slices import (
     local_kv_groups,
     local_shape,

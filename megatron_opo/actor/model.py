@@ -42,7 +42,8 @@ from megatron_opo.actor.rope import inverse_frequencies, token_angles
 from megatron_opo.errors import RecipeError
 from megatron_opo.model_fit import training_problems
 from megatron_opo.recipe import ActorConfig
-from megatron_opo.weights.families import Architecture, read_architecture
+from megatron_opo.weights.families import Architecture
+from megatron_opo.weights.hf_config import read_architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -13,7 +13,7 @@ from megatron_opo.actor.model import PackedGPTModel, build_model, output_weight
 from megatron_opo.actor.parallel import initialize, shutdown
 from megatron_opo.errors import WeightError
 from megatron_opo.recipe import ActorConfig
-from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import open_megatron
 from megatron_opo.weights.memory import is_shortage
 

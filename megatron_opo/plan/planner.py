@@ -29,7 +29,7 @@ from megatron_opo.plan.timing import (
     workload_of,
 )
 from megatron_opo.recipe import Recipe
-from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.hf_config import read_architecture
 
 DEFAULT_GPUS_PER_NODE = 8
 

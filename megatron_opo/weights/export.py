@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_opo.errors import WeightError
-from megatron_opo.weights.families import Architecture, Row, read_architecture
+from megatron_opo.weights.families import Architecture, Row
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.load import this_place
 from megatron_opo.weights.slices import Place, local_parameters, local_shape, whole_parts
 

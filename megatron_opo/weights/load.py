@@ -11,7 +11,8 @@ from megatron.core import parallel_state
 
 from megatron_opo.errors import CheckpointError, WeightError
 from megatron_opo.weights.checkpoint import Checkpoint, check_names, open_checkpoint
-from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row, read_architecture
+from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import MegatronCheckpoint, open_megatron
 from megatron_opo.weights.slices import (
     Place,

@@ -38,7 +38,8 @@ from megatron_opo.weights.checkpoint import (
     open_checkpoint,
     read_config,
 )
-from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row, read_architecture
+from megatron_opo.weights.families import EMBEDDING, OUTPUT, Architecture, Row
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import names_of, stacked
 from megatron_opo.weights.new_directory import check_space, check_target, new_directory
 from megatron_opo.weights.save import COMPANIONS

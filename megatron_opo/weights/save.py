@@ -11,7 +11,7 @@ import torch
 
 from megatron_opo.errors import CheckpointError, RecipeError, WeightError
 from megatron_opo.weights.checkpoint import INDEX, read_config
-from megatron_opo.weights.families import read_architecture
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.new_directory import check_space, check_target, new_directory
 from megatron_opo.weights.safetensors_layout import Entry, lay_out
 from megatron_opo.weights.streaming import FileStream, OnProgress

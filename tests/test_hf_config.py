@@ -13,15 +13,8 @@ from transformers import (
 )
 
 from megatron_opo.errors import RecipeError
-from megatron_opo.weights.families import (
-    EXPERT_KEYS,
-    FAMILIES,
-    PLAIN_DECODER,
-    ROPES,
-    USED,
-    WINDOW_KEYS,
-    read_architecture,
-)
+from megatron_opo.weights.families import FAMILIES, PLAIN_DECODER
+from megatron_opo.weights.hf_config import EXPERT_KEYS, ROPES, USED, WINDOW_KEYS, read_architecture
 
 BASE = {
     "model_type": "llama",
