@@ -6,7 +6,7 @@ import torch
 from megatron_opo.actor.model import padded_vocab, transformer_config
 from megatron_opo.errors import RecipeError
 from megatron_opo.recipe import ActorConfig
-from tests.test_families import BASE
+from tests.test_hf_config import BASE
 
 
 def refused(layout: dict, dtype: str = "float32", **config) -> str:
