@@ -23,8 +23,6 @@ from megatron_opo.errors import ClusterError, RecipeError
 from megatron_opo.recipe import Recipe
 
 RENDEZVOUS = "rendezvous.json"
-BEAT_SECONDS = 2.0
-SILENT_SECONDS = 60.0
 
 
 class ToldElsewhere(ClusterError):
@@ -59,10 +57,11 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Job:
             "every node by srun, as slurm/common.sh does; on one machine use `megatron-opo train`"
         )
     nodes = tuple(environment["MEGATRON_OPO_NODES"].split())
-    node = int(environment["SLURM_NODEID"])
+    number = environment["SLURM_NODEID"]
+    node = int(number) if number.isdigit() else len(nodes)
     if node >= len(nodes):
         raise ClusterError(
-            f"SLURM_NODEID is {node}, but MEGATRON_OPO_NODES names {len(nodes)} nodes "
+            f"SLURM_NODEID is {number}, but MEGATRON_OPO_NODES names {len(nodes)} nodes "
             f"({' '.join(nodes)}): start one task on each of them"
         )
     restarts = environment.get("SLURM_RESTART_COUNT") or "0"

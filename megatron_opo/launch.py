@@ -17,6 +17,7 @@ from megatron_opo.errors import LogError
 GRACE_SECONDS = 30.0
 # How long the others have to notice by themselves that one is gone.
 NOTICE_SECONDS = 10.0
+REPEAT_SECONDS = 5.0
 # A rank that ends with this code knows less of the reason than another one.
 EXIT_CONSEQUENCE = 3
 # Stopped early at its own wish, after a checkpoint: start the same command again to go on.
@@ -49,11 +50,29 @@ def all_seats(world_size: int) -> Seats:
     return Seats(range(world_size), world_size, place)
 
 
+class TimeWarning:
+    """Slurm's warning before the time limit, SIGUSR1: noted, and repeated to rank 0 until it ends,
+    as a process that still starts up ignores it."""
+
+    def __init__(self) -> None:
+        self.noted = False
+        self._next = 0.0
+
+    def note(self, *_) -> None:
+        self.noted = True
+
+    def pass_on(self, rank: subprocess.Popen) -> None:
+        if self.noted and time.monotonic() > self._next and rank.poll() is None:
+            self._next = time.monotonic() + REPEAT_SECONDS
+            rank.send_signal(signal.SIGUSR1)
+
+
 def run_ranks(
     command: list[str],
     seats: Seats,
     log_dir: Path,
     problem: Callable[[], str | None] = lambda: None,
+    warning: TimeWarning | None = None,
 ) -> int:
     """Run `command` as the ranks of `seats`; return the exit code.
 
@@ -63,17 +82,20 @@ def run_ranks(
 
     Args:
         problem: asked all the time; what it says (of another machine, say) ends the ranks.
+        warning: what was noted before.
 
     Raises:
         LogError: the logs cannot be written.
     """
     environment = _environment(seats)
     ranks: list[subprocess.Popen] = []
-    with raising_on_signals(), _passing_on_warnings(ranks, seats):
+    warning = warning or TimeWarning()
+    with raising_on_signals(), _noting(warning):
         try:
             for rank in seats.ranks:
                 ranks.append(_start(command, rank, seats, environment, log_dir))
-            failed = _wait(ranks, problem)
+            leads = seats.ranks.start == 0
+            failed = _wait(ranks, problem, warning if leads else None)
         except Stopped as stopped:
             signum = stopped.args[0]
             for again in (signal.SIGINT, signal.SIGTERM):
@@ -161,22 +183,22 @@ def raising_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _passing_on_warnings(ranks: list[subprocess.Popen], seats: Seats) -> Iterator[None]:
-    def pass_on(*_) -> None:
-        if seats.ranks.start == 0 and ranks and ranks[0].poll() is None:
-            ranks[0].send_signal(signal.SIGUSR1)
-
-    previous = signal.signal(signal.SIGUSR1, pass_on)
+def _noting(warning: TimeWarning) -> Iterator[None]:
+    previous = signal.signal(signal.SIGUSR1, warning.note)
     try:
         yield
     finally:
         signal.signal(signal.SIGUSR1, previous)
 
 
-def _wait(ranks: list[subprocess.Popen], problem: Callable[[], str | None]) -> int | None:
+def _wait(
+    ranks: list[subprocess.Popen], problem: Callable[[], str | None], warning: TimeWarning | None
+) -> int | None:
     """Which of `ranks` is to blame, or ELSEWHERE, or None when all succeeded; all have ended by
     then."""
     while True:
+        if warning is not None:
+            warning.pass_on(ranks[0])
         if (what := problem()) is not None:
             print(f"error: {what}", file=sys.stderr)
             _end(ranks, patience=NOTICE_SECONDS)
@@ -206,7 +228,7 @@ def _to_blame(first: list[int | None], last: list[int]) -> int:
 
 
 def _explain(failed: int, code: int, log_dir: Path) -> None:
-    if failed == 0 and code > 0:
+    if (failed == 0 and code > 0) or code == EXIT_REQUEUE:
         return  # its own words stand above
     how = f"failed with exit code {code}"
     if code < 0:

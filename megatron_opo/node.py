@@ -10,7 +10,13 @@ from pathlib import Path
 
 from megatron_opo.cluster import Board, Job, Layout, ToldElsewhere, lay_out, meet
 from megatron_opo.errors import ClusterError, OpoError, RecipeError, TrainingError
-from megatron_opo.launch import EXIT_CONSEQUENCE, Seats, raising_on_signals, run_ranks
+from megatron_opo.launch import (
+    EXIT_CONSEQUENCE,
+    Seats,
+    TimeWarning,
+    raising_on_signals,
+    run_ranks,
+)
 from megatron_opo.preflight import check_nodes
 from megatron_opo.recipe import Recipe, dump_recipe
 from megatron_opo.rollout.server import (
@@ -47,23 +53,24 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
         TrainingError: this job's last two attempts made no progress.
     """
     directory = recipe.run_path / "logs" / job.attempt
-    # Node 0 passes it on to rank 0; what else hears it must not die of it.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # From here on: it may come while the servers start.
+    warning = TimeWarning()
+    signal.signal(signal.SIGUSR1, warning.note)
     with raising_on_signals():
         board = meet(job, directory, recipe.rollout.start_timeout_s)
         try:
-            if job.node == 0 and not check_only:
-                record_attempt(recipe.run_path, job.attempt)
             nodes = check_nodes(board, directory, dump_recipe(recipe))
             if check_only:
                 if job.node == 0:
                     many = f"{len(nodes)} nodes are" if len(nodes) > 1 else "1 node is"
                     print(f"{many} fit: {', '.join(job.nodes)}")
                 return _depart(board, 0)
+            if job.node == 0:
+                record_attempt(recipe.run_path, job.attempt)
             gpus = len(nodes[0]["gpus"])
             layout = _lay_out(recipe, job, gpus)
             device = "cuda" if gpus else "cpu"
-            code = _work(recipe, board, layout, directory, command, device)
+            code = _work(recipe, board, layout, directory, command, device, warning)
         except ToldElsewhere:
             return _depart(board, EXIT_CONSEQUENCE)
         except BaseException as error:
@@ -107,7 +114,13 @@ def record_attempt(run_path: Path, attempt: str) -> None:
 
 
 def _work(
-    recipe: Recipe, board: Board, layout: Layout, directory: Path, command: list[str], device: str
+    recipe: Recipe,
+    board: Board,
+    layout: Layout,
+    directory: Path,
+    command: list[str],
+    device: str,
+    warning: TimeWarning,
 ) -> int:
     job = board.job
     logs = directory / f"node_{job.node}_{job.host}"
@@ -125,9 +138,8 @@ def _work(
                 SERVERS_VARIABLE: json.dumps(everywhere),
                 ATTEMPT_VARIABLE: job.attempt,
             }
-            code = run_ranks(
-                command, Seats(ranks, layout.world_size, rendezvous), logs, watch.problem
-            )
+            seats = Seats(ranks, layout.world_size, rendezvous)
+            code = run_ranks(command, seats, logs, watch.problem, warning)
             board.post_mine("trained", code)
         # The servers are in use until the ranks of every node have ended.
         return code or _wait_for_trainers(watch, layout)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_opo.cluster import Board, ToldElsewhere
 from megatron_opo.environment import find_problems, gather_facts, versions
-from megatron_opo.errors import ClusterError
+from megatron_opo.errors import ClusterError, UnfitEnvironmentError
 
 CLOCK_SECONDS = 30.0
 FREE_GB = 1.0
@@ -36,8 +36,9 @@ def check_nodes(board: Board, directory: Path, recipe_text: str) -> list[dict[st
         directory: of this attempt; the nodes write into it, and must see each other's files.
 
     Raises:
-        ClusterError: on every launcher, when a node is unfit or differs from the others; all
-            problems are listed.
+        UnfitEnvironmentError: on node 0, ToldElsewhere on the others, when a node is unfit or
+            differs from the others; all problems are listed.
+        ClusterError: the nodes' network fails.
     """
     (directory / f"canary_{board.job.node}").write_text(board.job.host)
     board.post_mine("facts", describe_node(board.job.host, directory, recipe_text))
@@ -51,7 +52,7 @@ def check_nodes(board: Board, directory: Path, recipe_text: str) -> list[dict[st
         board.post("verdict", problems)
     problems = _wait_for_verdict(board)
     if problems:
-        kind = ClusterError if board.job.node == 0 else ToldElsewhere
+        kind = UnfitEnvironmentError if board.job.node == 0 else ToldElsewhere
         raise kind("preflight: " + "\n".join(problems))
     exchange(board)
     return board.collect("facts", FACTS_SECONDS, "preflight")

@@ -12,7 +12,8 @@
 #   CONTAINER_MOUNTS   more mounts, host:container,...; the project directory is always there
 #   VENV               Python environment on bare metal (default .venv)
 #   MAX_RESTARTS       how often a job that failed starts again by itself (default 10)
-#   SWEEP              with --array: a file whose line i holds the changes of array task i
+#   SWEEP              with --array: a file whose line i holds the changes of array task i (from
+#                      0; # begins a comment line, quotes hold values with spaces together)
 #
 # Exit codes: 0 done; 2 a mistake in the recipe or on the nodes, not started again; 85 stopped
 # before the time limit, after a checkpoint, and queued again; else what failed.
@@ -44,12 +45,12 @@ if [[ -n ${ROLLOUT_NODES:-} ]]; then
   overrides+=("rollout.nodes=$ROLLOUT_NODES")
 fi
 if [[ -n ${SWEEP:-} ]]; then
-  line=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$SWEEP")
+  line=$(grep -Ev '^[[:space:]]*(#|$)' "$SWEEP" | sed -n "$((SLURM_ARRAY_TASK_ID + 1))p")
   if [[ -z $line ]]; then
     echo "error: $SWEEP has no line for array task $SLURM_ARRAY_TASK_ID (the first is task 0)" >&2
     exit 2
   fi
-  read -ra more <<<"$line"
+  mapfile -t more < <(xargs -n 1 printf '%s\n' <<<"$line") # understands quotes
   overrides+=("name=$(basename "$RECIPE" .yaml)_$SLURM_ARRAY_TASK_ID" "${more[@]}")
 fi
 if [[ -n ${CHECK_ONLY:-} ]]; then
@@ -95,7 +96,7 @@ say "ended with exit code $code"
 # Cancelled or preempted: starting it again is not for this script to decide.
 running() { [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; }
 
-if ((code == 85)) || { ((code != 0 && code != 2)) && ((restarts < ${MAX_RESTARTS:-10})); }; then
+if [[ -z ${CHECK_ONLY:-} ]] && { ((code == 85)) || { ((code != 0 && code != 2)) && ((restarts < ${MAX_RESTARTS:-10})); }; }; then
   if running; then
     say "queueing it again"
     scontrol requeue "$SLURM_JOB_ID" && sleep 60

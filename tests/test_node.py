@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron_opo.cluster import Board, Job, ToldElsewhere, job_from_environment, lay_out, meet
-from megatron_opo.errors import CheckpointError, ClusterError, RecipeError, TrainingError
+from megatron_opo.errors import (
+    CheckpointError,
+    ClusterError,
+    RecipeError,
+    TrainingError,
+    UnfitEnvironmentError,
+)
 from megatron_opo.node import _depart, record_attempt
 from megatron_opo.preflight import check_nodes, differences
 from megatron_opo.recipe import Recipe
@@ -37,6 +43,7 @@ def test_the_job_is_what_slurm_says():
     [
         ({"SLURM_NODEID": ""}, "no SLURM_NODEID"),
         ({"MEGATRON_OPO_NODES": ""}, "no MEGATRON_OPO_NODES"),
+        ({"SLURM_NODEID": "x"}, "SLURM_NODEID is x"),
         ({"SLURM_NODEID": "3"}, "SLURM_NODEID is 3, but MEGATRON_OPO_NODES names 3 nodes"),
     ],
 )
@@ -116,7 +123,7 @@ def test_a_node_with_another_recipe_is_named(tmp_path):
         return check_nodes(board, tmp_path, f"recipe {board.job.node == 2}")
 
     zero, one, two = on_nodes(tmp_path, work, 3)
-    assert isinstance(zero, ClusterError) and not isinstance(zero, ToldElsewhere)
+    assert isinstance(zero, UnfitEnvironmentError)
     assert isinstance(one, ToldElsewhere) and isinstance(two, ToldElsewhere)
     assert "the resolved recipe (hash) differ: localhost has" in str(zero)
 

@@ -6,6 +6,7 @@ directory with the final name is complete. It loads under another tensor, pipeli
 
 import json
 import os
+import queue
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -62,6 +64,9 @@ def save_checkpoint(
         for old in complete_checkpoints(recipe.run_path)[: -recipe.checkpoint.keep]:
             shutil.rmtree(old)
 
+    # Megatron would start a process only to hold this queue, which outlives a killed rank and which
+    # a signal to all processes of the job ends. Its writers report to this process as it is.
+    filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
     try:
         driver.run(prepare)
         dist_checkpointing.save(

@@ -94,13 +94,12 @@ def test_a_warned_job_of_trainer_and_server_nodes_goes_on_after_a_requeue(slurm,
     job = submit(
         "warned",
         "train.steps=1000",
+        "checkpoint.every=2",
         "actor.data_parallel=1",
         "rollout.servers=1",
         ROLLOUT_NODES="1",
     )
-    wait_for_step(slurm, directory, "warned", job, 2)
-    # What follows the requeue has few steps left.
-    recipe = directory / "recipe.yaml"
+    wait_for_step(slurm, directory, "warned", job, 3)
     slurm.run("scancel", "--batch", "--signal=USR1", str(job))
     slurm.wait_output(job, "ended with exit code 85")
     stopped = steps(directory, "warned")[-1]
@@ -110,7 +109,6 @@ def test_a_warned_job_of_trainer_and_server_nodes_goes_on_after_a_requeue(slurm,
     done = steps(directory, "warned")
     assert done == list(range(1, len(done) + 1))
     assert f"resuming from runs/warned/checkpoints/step_{stopped}" in slurm.output(job)
-    assert recipe.exists()
     attempts = directory / "runs" / "warned" / "attempts.jsonl"
     assert [json.loads(line) for line in attempts.read_text().splitlines()] == [
         {"attempt": f"{job}.0", "step": 0},
@@ -130,9 +128,9 @@ def test_a_lost_server_costs_a_server_and_a_lost_rank_a_restart(slurm, submit, d
     wait_for_step(slurm, directory, "lost", job, 4)
     assert metrics(directory, "lost")[-1]["rollout/servers"] == 1
     assert "going on without server 1" in slurm.output(job)
-    kill(slurm, job, "-m megatron_opo train", node="n2")
-    said = slurm.wait_output(job, "queueing it again", timeout=60)
-    assert "error: rank 1 was killed by signal 9" in said
+    kill(slurm, job, "-m megatron_opo train", node="n1")
+    said = slurm.wait_output(job, "queueing it again", timeout=40)
+    assert "error: rank 0 was killed by signal 9" in said
     slurm.wait(job, "COMPLETED", timeout=START_S)
     assert steps(directory, "lost") == list(range(1, 10))
     assert metrics(directory, "lost")[-1]["rollout/servers"] == 2
@@ -185,7 +183,13 @@ def test_a_mistake_is_told_once_and_not_tried_again(slurm, submit):
 
 
 def test_an_array_is_a_sweep(slurm, submit, directory):
-    (directory / "sweep.txt").write_text("optimizer.lr=1e-3\noptimizer.lr=nonsense\n")
+    lines = [
+        "# rates",
+        "optimizer.lr=1e-3 'rollout.server_args={max_total_tokens: 8192}'",
+        "",
+        "optimizer.lr=nonsense",
+    ]
+    (directory / "sweep.txt").write_text("\n".join(lines) + "\n")
     options = ("--array=0-2", "--nodes=1")
     job = submit("sweep", "rollout.servers=1", options=options, SWEEP="sweep.txt", CHECK_ONLY="1")
     deadline = time.monotonic() + 120
@@ -202,6 +206,19 @@ def test_an_array_is_a_sweep(slurm, submit, directory):
     assert "1 node is fit" in said["0"]
     assert "optimizer.lr" in said["1"] and "nonsense" in said["1"]
     assert "sweep.txt has no line for array task 2" in said["2"]
+
+
+def test_a_job_from_another_directory_says_so(slurm, tmp_path):
+    job = slurm.sbatch(JOB, cwd=tmp_path)
+    assert slurm.wait(job, "FAILED", timeout=30)["ExitCode"] == "2:0"
+    assert "run sbatch in the project directory" in slurm.output(job)
+
+
+def test_gpus_that_are_promised_and_absent_are_told_before_anything_starts(slurm, submit):
+    job = submit("gpus", options=("--gpus-per-node=8",))
+    ended = slurm.wait(job, "FAILED", timeout=60)
+    assert ended["ExitCode"] == "2:0" and ended["Restarts"] == "0"
+    assert "n2: Slurm gave this node 8 GPUs, torch sees 0" in slurm.output(job)
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("slurm/opo_*.sbatch")))
