@@ -124,6 +124,8 @@ def test_what_is_not_understood_is_refused_by_name(keys, named):
         ({"rope_scaling": {"rope_type": ["x"]}}, "has rope_type \"['x']\""),
         ({"layer_types": 5}, "`layer_types` is 5, must be a list of texts"),
         ({"max_window_layers": "x"}, "`max_window_layers` is 'x', must be a whole number"),
+        ({"rope_parameters": {"\x85": 1}}, r"`rope_parameters.'\x85'` is 1"),
+        ({"a\nb": 1}, r"`'a\nb'` is 1"),
         ({"mlp_only_layers": 3}, "`mlp_only_layers` is 3, must be a list of layer numbers"),
         ({"mlp_only_layers": ["a"]}, "`mlp_only_layers` is ['a'], must be"),
         ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` is 'false', must be true or"),

@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron_opo.errors import RecipeError
 from megatron_opo.weights.families import FAMILIES, Architecture, Experts, Family, Rope
+from megatron_opo.weights.text import shown_name
 
 USED = frozenset(
     {
@@ -198,7 +199,8 @@ def _unsupported(family: Family, config: dict[str, Any]) -> list[str]:
             continue
         if key not in family.required:
             problems.append(
-                f"`{key}` is {value!r}: a {family.model_type} model with it is not supported"
+                f"`{shown_name(key)}` is {value!r}: a {family.model_type} model with it is not "
+                "supported"
             )
         elif value not in family.required[key]:
             allowed = ", ".join(map(repr, family.required[key]))
@@ -250,7 +252,9 @@ def _rope_kind(
             )
             values[key] = 1.0
     for key, value in section.items():
-        problems.append(f"`{name}.{key}` is {value!r}: rope_type {kind!r} does not take it")
+        problems.append(
+            f"`{name}.{shown_name(key)}` is {value!r}: rope_type {kind!r} does not take it"
+        )
     return kind, values
 
 
