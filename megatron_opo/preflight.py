@@ -186,25 +186,22 @@ def _wait_for_verdict(board: Board) -> list[str]:
     raise ClusterError(f"preflight: node 0 ({board.job.nodes[0]}) gave no verdict")
 
 
-def exchange(board: Board) -> float:
-    """An all-reduce over the nodes' host network; GB/s.
+def exchange(board: Board) -> None:
+    """An all-reduce over the nodes' host network.
 
     Raises:
         ClusterError: naming the nodes that did not come through it.
     """
     job = board.job
     if len(job.nodes) == 1:
-        return 0.0
+        return
     timeout = timedelta(seconds=EXCHANGE_SECONDS)
     data = torch.ones(EXCHANGE_MB * 2**18)
     error = ""
-    seconds = 1.0
     try:
         store = dist.PrefixStore("exchange/", board.store)
         group = dist.ProcessGroupGloo(store, job.node, len(job.nodes), timeout)
-        started = time.monotonic()
         group.allreduce([data]).wait()  # pyright: ignore[reportAttributeAccessIssue]
-        seconds = time.monotonic() - started
         if not torch.all(data == len(job.nodes)):
             error = "got a wrong sum"
     except RuntimeError as failure:
@@ -216,4 +213,3 @@ def exchange(board: Board) -> float:
         raise ClusterError(
             "preflight: an all-reduce between the nodes failed: " + "; ".join(failed)
         )
-    return data.nbytes / seconds / 1e9
