@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def test_a_server_that_dies_at_start_shows_its_log(tmp_path, model):
         with pytest.raises(ServerError) as caught:
             wait_healthy(servers, 120.0)
     finally:
-        close_servers(servers, grace_s=0)
+        close_servers(servers)
     text = str(caught.value)
     assert f"server 0 ({servers[0].url}) exited with code 2" in text
     assert "invalid choice: 'no_such_backend'" in text
@@ -142,7 +143,7 @@ def test_a_server_that_is_too_slow_is_named_and_can_be_closed_twice(tmp_path, mo
             wait_healthy(servers, 2.0, lambda *seen: waits.append(seen))
         assert servers[0].exit_code is None
     finally:
-        close_servers(servers, grace_s=0)
+        close_servers(servers)
     assert servers[0].exit_code is not None
     wait_until(lambda: not members(servers[0].process.pid), 30.0)
     servers[0].close()
@@ -183,29 +184,47 @@ def members(session: int) -> list[psutil.Process]:
     return found
 
 
+def shared_files(server: int) -> set[str]:
+    found = set()
+    for process in members(server):
+        with suppress(psutil.NoSuchProcess):
+            found |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+    return found
+
+
 # At 2 processes the server itself has started, beside its guard; at 5 its scheduler and its
 # detokenizer have too, but not yet asked the kernel to die with it.
 @pytest.mark.parametrize(
     ("end", "processes"),
-    [(signal.SIGKILL, 2), (signal.SIGKILL, 5), (signal.SIGTERM, 2), ("exit", 2)],
+    [(signal.SIGKILL, 2), (signal.SIGKILL, 5), (signal.SIGTERM, 2), ("exit", 5)],
 )
-def test_no_server_outlives_its_trainer(tmp_path, model, end, processes):
+def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processes):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, model.path, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[1],
+        env=os.environ | {"TMPDIR": str(scratch)},
     )
     server = int(trainer.stdout.readline())
+    shared = set()
     try:
         wait_until(lambda: len(members(server)) >= processes)
+        if processes == 5:
+            wait_until(lambda: shared_files(server))
+            shared = shared_files(server)
+            assert list(scratch.iterdir())
         if end == "exit":
             trainer.communicate("")
         else:
             trainer.send_signal(end)
         trainer.wait(30)
         wait_until(lambda: not members(server), 30.0)
+        assert [path for path in shared if os.path.exists(path)] == []
+        assert list(scratch.iterdir()) == []
     finally:
         trainer.kill()
         trainer.communicate()

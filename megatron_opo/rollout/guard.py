@@ -1,17 +1,32 @@
-"""Runs a server and takes its whole process group down when the trainer dies, however it dies.
+"""Runs a server and takes everything of it down when the trainer asks for it or dies, however.
 
-Run as a script: guard.py TRAINER_PID COMMAND... It leads the group. The kernel tells it of the
-trainer's end; nothing else would, after a kill -9. To bind only the server itself to the trainer
-would not do: its own children are on their own until each has started up.
+Run as a script: guard.py TRAINER_PID COMMAND... It leads the server's process group; SIGHUP ends
+it, which the kernel also sends at the trainer's end; nothing else would tell of a kill -9. To bind
+only the server itself to the trainer would not do: its own children are on their own until each has
+started up. A killed server cleans nothing up, so what it leaves in shared memory and in its
+temporary directory is removed here.
 """
 
 import ctypes
+import getpass
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
+SHARED_MEMORY = "/dev/shm/"
+LOOK_SECONDS = 10.0
+END_SECONDS = 5.0
+
+
+class Hangup(Exception):
+    """The server is to be ended."""
 
 
 def bind_to_parent(signum: int, parent: int) -> None:
@@ -21,14 +36,65 @@ def bind_to_parent(signum: int, parent: int) -> None:
         os.kill(os.getpid(), signum)
 
 
+def processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for pid in processes():
+        with suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+            state, _, pgrp = stat.read().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state != "Z":
+                found.append(pid)
+    return found
+
+
+def shared_files(pids: Iterable[int]) -> set[str]:
+    """Files in shared memory that these processes have mapped or open."""
+    found: set[str] = set()
+    for pid in pids:
+        with suppress(OSError):
+            with open(f"/proc/{pid}/maps") as maps:
+                found |= {line[line.index("/") :].strip() for line in maps if SHARED_MEMORY in line}
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return {path for path in found if path.startswith(SHARED_MEMORY)}
+
+
+def end_group(shared: set[str]) -> None:
+    """Kill the group but for this process, then remove the files of `shared`, and those found in
+    use now, that no other process uses."""
+    own = os.getpid()
+    deadline = time.monotonic() + END_SECONDS
+    while (rest := [pid for pid in members(own) if pid != own]) and time.monotonic() < deadline:
+        shared |= shared_files(rest)
+        for pid in rest:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    for path in shared - shared_files(processes()):
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def server_environment(scratch: str) -> dict[str, str]:
+    """Temporary files go to `scratch`, but what was compiled is kept for the next start."""
+    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    return {"TORCHINDUCTOR_CACHE_DIR": compiled} | os.environ | {"TMPDIR": scratch}
+
+
+def hang_up(*_) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise Hangup
+
+
 def main() -> int:
     trainer, command = int(sys.argv[1]), sys.argv[2:]
-    # A polite stop is sent to the whole group; the server decides when it is done.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, lambda *_: os.killpg(0, signal.SIGKILL))
-    bind_to_parent(signal.SIGHUP, trainer)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)
     guard = os.getpid()
 
     def prepare() -> None:
@@ -38,7 +104,24 @@ def main() -> int:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         bind_to_parent(signal.SIGKILL, guard)
 
-    code = subprocess.Popen(command, preexec_fn=prepare).wait()
+    scratch = tempfile.mkdtemp(prefix="opo_server_")
+    shared: set[str] = set()
+    server = None
+    code = -signal.SIGKILL
+    try:
+        signal.signal(signal.SIGHUP, hang_up)
+        bind_to_parent(signal.SIGHUP, trainer)
+        server = subprocess.Popen(command, preexec_fn=prepare, env=server_environment(scratch))
+        while server.returncode is None:
+            with suppress(subprocess.TimeoutExpired):
+                code = server.wait(LOOK_SECONDS)
+            shared |= shared_files(members(guard))
+    except Hangup:
+        pass
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        end_group(shared)
+        shutil.rmtree(scratch, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 

@@ -21,8 +21,8 @@ from megatron_opo.errors import ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.rollout import guard
 
-# A server that is asked to stop first looks up after five idle seconds; it has nothing to save.
-STOP_GRACE_S = 2.0
+# For the guard, which removes what a server leaves.
+END_SECONDS = 10.0
 HEALTH_ANSWER_S = 30.0
 
 # Set by the launcher of a job of several nodes: name, url, log and node of every server of the job.
@@ -93,18 +93,20 @@ class Server:
             f"log {self.log}:\n{self.log_tail()}"
         )
 
-    def close(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Stop the whole process group; a second call does nothing."""
+    def close(self) -> None:
+        """Stop all of its processes; a second call does nothing."""
+        self.ask_to_end()
+        if self.process is not None and self.owner == os.getpid():
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def ask_to_end(self) -> None:
         # A forked child inherits the atexit handler, but the server is not its own to stop.
-        if self.process is None or self.owner != os.getpid():
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(grace_s)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if self.process is not None and self.owner == os.getpid() and self.exit_code is None:
+            self.process.send_signal(signal.SIGHUP)
 
 
 def _exit_note(log: Path) -> Path:
@@ -119,15 +121,12 @@ def note_exit(server: Server) -> None:
         partial.rename(_exit_note(server.log))
 
 
-def close_servers(servers: Sequence[Server], grace_s: float = STOP_GRACE_S) -> None:
-    """Stop all of them within one grace period."""
+def close_servers(servers: Sequence[Server]) -> None:
+    """Stop all of them at the same time."""
     for server in servers:
-        if server.process is not None and server.owner == os.getpid():
-            with suppress(ProcessLookupError):
-                os.killpg(server.process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+        server.ask_to_end()
     for server in servers:
-        server.close(max(0.0, deadline - time.monotonic()))
+        server.close()
 
 
 def launch_servers(
