@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,11 @@ from megatron_opo.errors import ClusterError, RecipeError
 from megatron_opo.recipe import Recipe
 
 RENDEZVOUS = "rendezvous.json"
+# From the first launcher to the last: all read the same environment, perhaps from a slow disk.
+JOIN_SECONDS = 120.0
+# Of a launcher that is gone, as if it had been killed.
+EXIT_LOST = 137
+NODE_BYTES = 4
 
 
 class ToldElsewhere(ClusterError):
@@ -140,18 +145,69 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
     return Layout(trainers, world // trainers, tuple(servers))
 
 
+class Lifelines:
+    """Connections of the other launchers to node 0's. They carry nothing: the kernel ends one with
+    its launcher, which a killed one could not tell in any other way."""
+
+    def __init__(self, address: str):
+        self._listener = socket.create_server((address, 0))
+        self._listener.setblocking(False)
+        self._new: list[socket.socket] = []
+        self._held: dict[int, socket.socket] = {}
+        self.port: int = self._listener.getsockname()[1]
+
+    def ended(self) -> list[int]:
+        """The nodes whose launchers are gone, whether or not they said so before."""
+        with suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._new.append(connection)
+        for connection in list(self._new):
+            with suppress(OSError):
+                number = connection.recv(NODE_BYTES)
+                self._new.remove(connection)
+                if number:
+                    self._held[int.from_bytes(number)] = connection
+        return sorted(node for node, held in self._held.items() if _is_ended(held))
+
+
+def _is_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def hold_lifeline(address: str, port: int, node: int) -> socket.socket:
+    connection = socket.create_connection((address, port), timeout=JOIN_SECONDS)
+    connection.sendall(node.to_bytes(NODE_BYTES))
+    return connection
+
+
 class Board:
     """Small messages between the launchers, over torch's store.
 
     Every method raises ClusterError when node 0's launcher, which holds the store, is gone.
     """
 
-    def __init__(self, job: Job, store: dist.TCPStore, address: str, leader: str):
+    def __init__(
+        self,
+        job: Job,
+        store: dist.TCPStore,
+        address: str,
+        leader: str,
+        lifeline: Lifelines | socket.socket,
+    ):
         """`address` is this machine's, `leader` node 0's."""
         self.job = job
         self.store = store
         self.address = address
         self.leader = leader
+        self._lifeline = lifeline
+        self._lost: set[int] = set()
 
     @property
     def port(self) -> int:
@@ -172,11 +228,30 @@ class Board:
     def read_all(self, key: str) -> list[Any]:
         return [self.read(f"{key}/{node}") for node in range(len(self.job.nodes))]
 
+    def lost(self) -> list[int]:
+        """On node 0, the nodes whose launchers are gone without having said how they end. It says
+        so for them, so that nobody waits for them."""
+        if not isinstance(self._lifeline, Lifelines):
+            return []
+        for node in self._lifeline.ended():
+            if self.read(f"exit/{node}") is None:
+                self._lost.add(node)
+                self.post(f"exit/{node}", EXIT_LOST)
+                self.post(f"read/{node}", True)
+        return sorted(self._lost)
+
+    def describe_lost(self) -> str | None:
+        """What is wrong when a launcher is gone."""
+        if not (lost := self.lost()):
+            return None
+        hosts = ", ".join(self.job.nodes[node] for node in lost)
+        return f"the launcher on {hosts} ended without a word: it was killed, or its node was"
+
     def collect(self, key: str, timeout_s: float, what: str) -> list[Any]:
         """Every node's value, as soon as all have posted one.
 
         Raises:
-            ClusterError: naming the nodes that did not within `timeout_s`.
+            ClusterError: naming the nodes that did not within `timeout_s`, or that are gone.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -186,6 +261,8 @@ class Board:
                 return values
             if failure := self.read("failure"):
                 raise ToldElsewhere(failure)
+            if failure := self.describe_lost():
+                raise ClusterError(f"{what}: {failure}")
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"{what}: no word from {', '.join(silent)} within {timeout_s:.0f} s; look at "
@@ -225,7 +302,7 @@ def own_address(host: str, towards: Sequence[str]) -> str:
     )
 
 
-def meet(job: Job, directory: Path, timeout_s: float) -> Board:
+def meet(job: Job, directory: Path, timeout_s: float = JOIN_SECONDS) -> Board:
     """Join the job's store; node 0 makes it.
 
     Args:
@@ -236,38 +313,61 @@ def meet(job: Job, directory: Path, timeout_s: float) -> Board:
     """
     path = directory / RENDEZVOUS
     address = own_address(job.host, job.nodes)
-    timeout = timedelta(seconds=timeout_s)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if job.node == 0:
-            # Port 0: another job's store may listen on any fixed one.
-            store = dist.TCPStore(
-                address, 0, is_master=True, timeout=timeout, wait_for_workers=False
-            )
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps({"address": address, "port": store.port}))
-            partial.rename(path)
-            return Board(job, store, address, address)
+            return _open_board(job, address, path)
         place = _wait_for_file(job, path, timeout_s)
     except OSError as error:
         raise ClusterError(
             f"{job.host}: run_dir: {directory} cannot be used: {error.strerror or error}; it must "
             "be on a file system that every node can write"
         ) from None
+    leader = place["address"]
     try:
-        store = dist.TCPStore(
-            place["address"],
-            place["port"],
-            is_master=False,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
+        store = _store(leader, place["port"], is_master=False)
+        lifeline = hold_lifeline(leader, place["lifeline"], job.node)
+    except (RuntimeError, OSError) as error:
         raise ClusterError(
-            f"{job.host} cannot reach node 0 ({job.nodes[0]}) at {place['address']}:"
-            f"{place['port']}: {error}; do the nodes' networks let each other through?"
+            f"{job.host} cannot reach node 0 ({job.nodes[0]}) at {leader}:{place['port']}: "
+            f"{str(error).splitlines()[0]}; do the nodes' networks let each other through?"
         ) from None
-    return Board(job, store, address, place["address"])
+    board = Board(job, store, address, leader, lifeline)
+    board.post_mine("joined", True)
+    return board
+
+
+def wait_for_all(board: Board, timeout_s: float = JOIN_SECONDS) -> None:
+    """On node 0: every other launcher has joined.
+
+    Raises:
+        ClusterError: naming those that have not.
+    """
+    board.post_mine("joined", True)
+    board.collect(
+        "joined",
+        timeout_s,
+        "start on all nodes (each must see the run_dir that node 0 writes, and reach "
+        f"{board.leader})",
+    )
+
+
+def _open_board(job: Job, address: str, path: Path) -> Board:
+    # Port 0: another job may listen on any fixed one.
+    store = _store(address, 0, is_master=True)
+    lifelines = Lifelines(address)
+    place = {"address": address, "port": store.port, "lifeline": lifelines.port}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(place))
+    partial.rename(path)
+    return Board(job, store, address, address, lifelines)
+
+
+def _store(address: str, port: int, *, is_master: bool) -> dist.TCPStore:
+    timeout = timedelta(seconds=JOIN_SECONDS)
+    return dist.TCPStore(
+        address, port, is_master=is_master, timeout=timeout, wait_for_workers=False
+    )
 
 
 def _wait_for_file(job: Job, path: Path, timeout_s: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_opo.cluster import Board, Job, Layout, ToldElsewhere, lay_out, meet
+from megatron_opo.cluster import Board, Job, Layout, ToldElsewhere, lay_out, meet, wait_for_all
 from megatron_opo.errors import ClusterError, OpoError, RecipeError, TrainingError
 from megatron_opo.launch import (
     EXIT_CONSEQUENCE,
@@ -57,16 +57,18 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
     warning = TimeWarning()
     signal.signal(signal.SIGUSR1, warning.note)
     with raising_on_signals():
-        board = meet(job, directory, recipe.rollout.start_timeout_s)
+        board = meet(job, directory)
         try:
+            if job.node == 0:
+                if not check_only:
+                    record_attempt(recipe.run_path, job.attempt)
+                wait_for_all(board)
             nodes = check_nodes(board, directory, dump_recipe(recipe))
             if check_only:
                 if job.node == 0:
                     many = f"{len(nodes)} nodes are" if len(nodes) > 1 else "1 node is"
                     print(f"{many} fit: {', '.join(job.nodes)}")
                 return _depart(board, 0)
-            if job.node == 0:
-                record_attempt(recipe.run_path, job.attempt)
             gpus = len(nodes[0]["gpus"])
             layout = _lay_out(recipe, job, gpus)
             device = "cuda" if gpus else "cpu"
@@ -194,15 +196,16 @@ class Watch:
             self.board.post_mine("beat", self._beats)
             if failure := self.board.read("failure"):
                 return f"{self.board.job.host} ends, since another node failed: {failure}"
-            if self.board.job.node == 0 and (silent := self._silent_nodes(now)):
-                failure = f"no sign of life from {', '.join(silent)} for {SILENT_SECONDS:.0f} s"
+            if failure := self.board.describe_lost() or self._silence(now):
                 self.board.post("failure", failure)
                 return failure
         except ClusterError as error:
             return str(error)
         return None
 
-    def _silent_nodes(self, now: float) -> list[str]:
+    def _silence(self, now: float) -> str | None:
+        if self.board.job.node != 0:
+            return None
         silent = []
         for node, beat in enumerate(self.board.read_all("beat")):
             last, since = self._heard.get(node, (None, now))
@@ -210,7 +213,9 @@ class Watch:
                 self._heard[node] = beat, now
             elif now - since > SILENT_SECONDS:
                 silent.append(self.board.job.nodes[node])
-        return silent
+        if not silent:
+            return None
+        return f"no sign of life from {', '.join(silent)} for {SILENT_SECONDS:.0f} s"
 
 
 def _wait_for_trainers(watch: Watch, layout: Layout) -> int:
@@ -241,11 +246,13 @@ def _depart(board: Board, code: int) -> int:
         board.post_mine("exit", code)
         deadline = time.monotonic() + DEPART_SECONDS
         while None in (codes := board.read_all("exit")) and time.monotonic() < deadline:
+            _say_who_is_lost(board)
             time.sleep(0.1)
         if board.job.node == 0:
             # The others still read.
             board.post_mine("read", True)
             while None in board.read_all("read") and time.monotonic() < deadline:
+                _say_who_is_lost(board)
                 time.sleep(0.1)
         else:
             board.post_mine("read", True)
@@ -253,3 +260,9 @@ def _depart(board: Board, code: int) -> int:
         return code or EXIT_CONSEQUENCE
     known = [c for c in codes if c]
     return next((c for c in known if c != EXIT_CONSEQUENCE), known[0] if known else code)
+
+
+def _say_who_is_lost(board: Board) -> None:
+    if (failure := board.describe_lost()) and board.read("failure") is None:
+        board.post("failure", failure)
+        print(f"error: {failure}", file=sys.stderr)

@@ -1,12 +1,23 @@
 """A job of several nodes, without Slurm: who does what, who meets whom, who may go on."""
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from megatron_opo.cluster import Board, Job, ToldElsewhere, job_from_environment, lay_out, meet
+from megatron_opo.cluster import (
+    Board,
+    Job,
+    ToldElsewhere,
+    job_from_environment,
+    lay_out,
+    meet,
+    wait_for_all,
+)
 from megatron_opo.errors import (
     CheckpointError,
     ClusterError,
@@ -92,10 +103,12 @@ def test_what_does_not_fit_the_nodes_is_refused(sections, nodes, gpus, named):
 def on_nodes(directory: Path, work, count: int = 2) -> list:
     """`work(board)` as each launcher of a job, in threads; results or errors by node."""
     results: list = [None] * count
+    boards = []  # a board that is gone would look like a launcher that is
 
     def run(node: int) -> None:
         try:
             board = meet(Job(("localhost",) * count, node, "1.0"), directory, 20)
+            boards.append(board)
             results[node] = work(board)
             board.post_mine("finished", True)
             if node == 0:
@@ -138,6 +151,53 @@ def test_launchers_leave_with_one_code(tmp_path):
 def test_node_0_that_does_not_come_is_named(tmp_path):
     with pytest.raises(ClusterError, match=r"localhost waited 0 s for node 0 \(first\)"):
         meet(Job(("first", "localhost"), 1, "1.0"), tmp_path, 0.3)
+
+
+def test_a_node_that_does_not_join_is_named(tmp_path):
+    board = meet(Job(("localhost", "second"), 0, "1.0"), tmp_path)
+    with pytest.raises(ClusterError, match=r"run_dir.*no word from second within 0 s"):
+        wait_for_all(board, 0.3)
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from megatron_opo.cluster import Job, meet
+
+board = meet(Job(("localhost",) * 3, int(sys.argv[2]), "1.0"), Path(sys.argv[1]))
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_launcher_that_is_killed_is_named_and_not_waited_for(tmp_path):
+    board = meet(Job(("localhost", "second", "third"), 0, "1.0"), tmp_path)
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(tmp_path), str(node)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for node in (1, 2)
+    ]
+    try:
+        for other in others:
+            assert other.stdout.readline() == "joined\n"
+        wait_for_all(board)
+        assert board.describe_lost() is None
+        others[1].kill()
+        start = time.monotonic()
+        with pytest.raises(ClusterError, match=r"facts: the launcher on third ended without"):
+            board.collect("facts", 30, "facts")
+        board.post("exit/1", 3)
+        board.post("read/1", True)
+        assert _depart(board, 3) == 137
+        assert time.monotonic() - start < 15
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
 
 
 def node(host: str, **facts) -> dict:

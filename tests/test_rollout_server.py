@@ -185,11 +185,13 @@ def members(session: int) -> list[psutil.Process]:
 
 
 def shared_files(server: int) -> set[str]:
-    found = set()
+    """Names in shared memory of what the server's processes have mapped, semaphores too."""
+    inodes = set()
     for process in members(server):
-        with suppress(psutil.NoSuchProcess):
-            found |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
-    return found
+        with suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return {entry.path for entry in os.scandir("/dev/shm") if entry.inode() in inodes}
 
 
 # At 2 processes the server itself has started, beside its guard; at 5 its scheduler and its
@@ -214,7 +216,7 @@ def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processe
     try:
         wait_until(lambda: len(members(server)) >= processes)
         if processes == 5:
-            wait_until(lambda: shared_files(server))
+            wait_until(lambda: any("sem" in path for path in shared_files(server)))
             shared = shared_files(server)
             assert list(scratch.iterdir())
         if end == "exit":

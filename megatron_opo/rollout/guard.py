@@ -51,20 +51,22 @@ def members(group: int) -> list[int]:
     return found
 
 
-def shared_files(pids: Iterable[int]) -> set[str]:
-    """Files in shared memory that these processes have mapped or open."""
-    found: set[str] = set()
+def shared_files(pids: Iterable[int]) -> set[int]:
+    """Inodes of files in shared memory that these processes have mapped or open. (Semaphores are
+    mapped under a name that they soon lose for another.)"""
+    found: set[int] = set()
     for pid in pids:
         with suppress(OSError):
             with open(f"/proc/{pid}/maps") as maps:
-                found |= {line[line.index("/") :].strip() for line in maps if SHARED_MEMORY in line}
+                found |= {int(line.split()[4]) for line in maps if SHARED_MEMORY in line}
             for number in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
-                    found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
-    return {path for path in found if path.startswith(SHARED_MEMORY)}
+                    if os.readlink(path := f"/proc/{pid}/fd/{number}").startswith(SHARED_MEMORY):
+                        found.add(os.stat(path).st_ino)
+    return found
 
 
-def end_group(shared: set[str]) -> None:
+def end_group(shared: set[int]) -> None:
     """Kill the group but for this process, then remove the files of `shared`, and those found in
     use now, that no other process uses."""
     own = os.getpid()
@@ -75,9 +77,12 @@ def end_group(shared: set[str]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    for path in shared - shared_files(processes()):
-        with suppress(OSError):
-            os.unlink(path)
+    orphans = shared - shared_files(processes())
+    with suppress(FileNotFoundError):
+        for entry in list(os.scandir(SHARED_MEMORY)):
+            with suppress(OSError):
+                if entry.inode() in orphans:
+                    os.unlink(entry.path)
 
 
 def server_environment(scratch: str) -> dict[str, str]:
@@ -105,7 +110,7 @@ def main() -> int:
         bind_to_parent(signal.SIGKILL, guard)
 
     scratch = tempfile.mkdtemp(prefix="opo_server_")
-    shared: set[str] = set()
+    shared: set[int] = set()
     server = None
     code = -signal.SIGKILL
     try:

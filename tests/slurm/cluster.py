@@ -214,6 +214,10 @@ class MiniCluster:
 
     # Waiting: each raises SlurmError, with the job's output, when it has been in vain
 
+    def shared_memory(self, node: str) -> list[str]:
+        """Names of the files in /dev/shm of a node."""
+        return sorted(os.listdir(f"/proc/{self._machines[node].pid}/root/dev/shm"))
+
     def wait(self, job: int, *states: str, timeout: float = 30.0) -> dict[str, str]:
         """Return the job once its state, or that of all tasks of an array, is one of `states`."""
 

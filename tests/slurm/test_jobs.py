@@ -121,7 +121,7 @@ def test_a_warned_job_of_trainer_and_server_nodes_goes_on_after_a_requeue(slurm,
     assert slurm.job(job)["JobState"] == "CANCELLED", "a cancelled job is not queued again"
 
 
-def test_the_run_goes_on_after_a_lost_server_and_after_a_lost_rank(slurm, submit, directory):
+def test_the_run_goes_on_after_a_lost_server_rank_and_launcher(slurm, submit, directory):
     """A server that is lost while weights are sent costs a restart, at another time only itself."""
     job = submit("lost", "train.steps=1000", "checkpoint.every=1", "rollout.retries=5")
     wait_for_step(slurm, directory, "lost", job, 1)
@@ -130,6 +130,9 @@ def test_the_run_goes_on_after_a_lost_server_and_after_a_lost_rank(slurm, submit
     wait_for_step(slurm, directory, "lost", job, steps(directory, "lost")[-1] + 3)
     kill(slurm, job, "-m megatron_opo train", node="n1")
     slurm.wait_output(job, "error: rank 0 was killed by signal 9", timeout=40)
+    wait_for_step(slurm, directory, "lost", job, steps(directory, "lost")[-1] + 2)
+    kill(slurm, job, "megatron-opo launch", node="n2")
+    slurm.wait_output(job, "error: the launcher on n2 ended without a word", timeout=20)
     wait_for_step(slurm, directory, "lost", job, steps(directory, "lost")[-1] + 2)
     slurm.scancel(job)
     slurm.wait(job, "CANCELLED")
@@ -161,6 +164,8 @@ def test_a_lost_node_ends_the_job_which_goes_on_on_another(slurm, submit, direct
 
 
 def test_a_cancelled_job_leaves_nothing_and_one_run_has_one_job(slurm, submit, directory):
+    # Of jobs before, whose processes were killed.
+    left = [slurm.shared_memory(node) for node in ("n1", "n2")]
     job = submit("held", "train.steps=1000")
     wait_for_step(slurm, directory, "held", job, 1)
     second = submit("held", options=("--nodes=1", "--nodelist=n3"))
@@ -171,6 +176,7 @@ def test_a_cancelled_job_leaves_nothing_and_one_run_has_one_job(slurm, submit, d
     slurm.scancel(job)
     slurm.wait(job, "CANCELLED")
     wait_until_gone(slurm, job)
+    assert [slurm.shared_memory(node) for node in ("n1", "n2")] == left
     time.sleep(6)  # longer than a requeued job waits
     assert slurm.job(job)["JobState"] == "CANCELLED"
 
