@@ -61,7 +61,7 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Job:
     node = int(number) if number.isdigit() else len(nodes)
     if node >= len(nodes):
         raise ClusterError(
-            f"SLURM_NODEID is {number}, but MEGATRON_OPO_NODES names {len(nodes)} nodes "
+            f"SLURM_NODEID is {number}, but MEGATRON_OPO_NODES names {counted(len(nodes))} "
             f"({' '.join(nodes)}): start one task on each of them"
         )
     restarts = environment.get("SLURM_RESTART_COUNT") or "0"
@@ -100,8 +100,8 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
     apart = rollout.nodes
     if apart >= nodes:
         raise RecipeError(
-            f"rollout.nodes: {apart} of the job's {nodes} nodes are to generate only, which leaves "
-            "none to train: ask for more nodes (sbatch --nodes) or lower it"
+            f"rollout.nodes: {apart} to generate only, but the job has {counted(nodes)}, which "
+            "leaves none to train: ask for more nodes (sbatch --nodes) or lower it"
         )
     trainers = nodes - apart
     problems = []
@@ -113,7 +113,7 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
         )
     if world % replica:
         problems.append(
-            f"{trainers} nodes x {gpus_per_node} GPUs = {world} trainer processes, which is no "
+            f"{counted(trainers)} x {gpus_per_node} GPUs = {world} trainer processes, which is no "
             f"multiple of {replica} (actor.tensor_parallel {recipe.actor.tensor_parallel} x "
             f"actor.pipeline_parallel {recipe.actor.pipeline_parallel})"
         )
@@ -138,6 +138,10 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
     for place, node in enumerate(hosts):
         servers[node] = tuple(range(place * each, (place + 1) * each))
     return Layout(trainers, world // trainers, tuple(servers))
+
+
+def counted(nodes: int) -> str:
+    return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
 
 
 class Board:

@@ -518,7 +518,7 @@ def test_the_command_shows_one_screen_and_exits_by_what_it_found():
         (["--gpus", "0"], "--gpus: 0; it must be 1 or more"),
         (["--gpus", "12"], "--gpus: 12 are not whole nodes of 8"),
         (["--gpus", "8", "--nodes", "1"], "--gpus and --nodes: give one of them"),
-        (["--nodes", "2", "rollout.nodes=2"], "rollout.nodes: 2 of 2 nodes are for servers alone"),
+        (["--nodes", "2", "rollout.nodes=2"], "rollout.nodes: 2 for servers alone leaves none"),
         (["rollout.urls=[http://host:1]"], "rollout.urls names servers that run somewhere else"),
         (["--gpus", "7"], "7 trainer GPUs do not fit actor.tensor_parallel 2"),
         (["model.path=models/none"], "no config of the model: looked for models/none/config.json"),

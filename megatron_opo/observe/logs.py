@@ -117,13 +117,13 @@ class Logs:
 
 def show_logs(logs: Logs, follow: bool, out: TextIO | None = None) -> int:
     """Print them; with `follow` until interrupted. The number of lines."""
-    out = out or sys.stdout
+    stream = out or sys.stdout
     count = 0
     while True:
         for line in logs.read(last=not follow):
-            out.write(f"{line.source} | {line.text}\n")
+            stream.write(f"{line.source} | {line.text}\n")
             count += 1
-        out.flush()
+        stream.flush()
         if not follow:
             return count
         time.sleep(POLL_S)

@@ -147,8 +147,8 @@ def cluster_of(
         nodes = -(-needed // per_node)
     if apart >= nodes:
         raise RecipeError(
-            f"rollout.nodes: {apart} of {nodes} nodes are for servers alone, which leaves none to "
-            "train: give more --nodes or lower it"
+            f"rollout.nodes: {apart} for servers alone leaves none of {nodes} to train: give more "
+            "--nodes or lower it"
         )
     return Cluster(gpu, network, nodes, per_node, apart)
 
