@@ -100,8 +100,8 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
     apart = rollout.nodes
     if apart >= nodes:
         raise RecipeError(
-            f"rollout.nodes: {apart} to generate only, but the job has {counted(nodes)}, which "
-            "leaves none to train: ask for more nodes (sbatch --nodes) or lower it"
+            f"rollout.nodes: {apart} of the job's {counted(nodes)} to generate only leave none to "
+            "train: ask for more nodes (sbatch --nodes) or lower it"
         )
     trainers = nodes - apart
     problems = []
