@@ -1,13 +1,17 @@
 """The command `megatron-opo`."""
 
 import argparse
+import io
 import os
 import re
+import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_opo import __version__
 from megatron_opo.errors import LogError, OpoError, RecipeError
@@ -27,6 +31,11 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, and exit; errors meant for the user are shown without a traceback."""
+    with _ending_with_its_reader():
+        _main(arguments)
+
+
+def _main(arguments: list[str] | None) -> None:
     parser = _parser()
     # argparse takes no further overrides once an option stood before them (--fresh name=x).
     options, rest = parser.parse_known_args(arguments)
@@ -45,6 +54,41 @@ def main(arguments: list[str] | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
+
+
+class _Output(io.FileIO):
+    """Standard output. When who reads it has ended (`| head`), so does this program, with the code
+    that a shell gives to one that SIGPIPE ends; a broken connection is an error as ever."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            # What is still in buffers has to go somewhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+@contextmanager
+def _ending_with_its_reader() -> Iterator[None]:
+    before = sys.stdout
+    if before is not sys.__stdout__ or not isinstance(before, io.TextIOWrapper):
+        yield  # captured, or closed
+        return
+    before.flush()
+    output = _Output(before.fileno(), "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        output if before.write_through else io.BufferedWriter(output),  # pyright: ignore
+        encoding=before.encoding,
+        errors=before.errors,
+        line_buffering=before.line_buffering,
+        write_through=before.write_through,
+    )
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout = before
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,6 +136,19 @@ def _parser() -> argparse.ArgumentParser:
         "directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart_cpu"
     )
     report.set_defaults(run=_report)
+
+    logs = commands.add_parser(
+        "logs",
+        help="the logs of all nodes and processes of a run, as one",
+        description="The logs of all nodes and processes of a run, in the order of their times.",
+    )
+    logs.add_argument("directory", type=Path, metavar="RUN", help="e.g. runs/opo_70b")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on as lines are added")
+    logs.add_argument("--attempt", metavar="ID", help="a start of a job; default: the newest")
+    logs.add_argument(
+        "--only", default="", metavar="PATTERN", help="sources of such names: server_, 'node_1_*'"
+    )
+    logs.set_defaults(run=_logs)
     return parser
 
 
@@ -248,6 +305,16 @@ def _report(options: argparse.Namespace) -> int:
     if not (options.directory / "metrics.jsonl").exists():
         raise RecipeError(f"{options.directory} is not a run: it has no metrics.jsonl")
     print(write_report(options.directory))
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from megatron_opo.observe.logs import Logs, show_logs
+
+    try:
+        show_logs(Logs(options.directory, options.attempt, options.only), options.follow)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -66,7 +66,7 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Job:
     node = int(number) if number.isdigit() else len(nodes)
     if node >= len(nodes):
         raise ClusterError(
-            f"SLURM_NODEID is {number}, but MEGATRON_OPO_NODES names {len(nodes)} nodes "
+            f"SLURM_NODEID is {number}, but MEGATRON_OPO_NODES names {counted(len(nodes))} "
             f"({' '.join(nodes)}): start one task on each of them"
         )
     restarts = environment.get("SLURM_RESTART_COUNT") or "0"
@@ -105,8 +105,8 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
     apart = rollout.nodes
     if apart >= nodes:
         raise RecipeError(
-            f"rollout.nodes: {apart} of the job's {nodes} nodes are to generate only, which leaves "
-            "none to train: ask for more nodes (sbatch --nodes) or lower it"
+            f"rollout.nodes: {apart} of the job's {counted(nodes)} to generate only leave none to "
+            "train: ask for more nodes (sbatch --nodes) or lower it"
         )
     trainers = nodes - apart
     problems = []
@@ -118,7 +118,7 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
         )
     if world % replica:
         problems.append(
-            f"{trainers} nodes x {gpus_per_node} GPUs = {world} trainer processes, which is no "
+            f"{counted(trainers)} x {gpus_per_node} GPUs = {world} trainer processes, which is no "
             f"multiple of {replica} (actor.tensor_parallel {recipe.actor.tensor_parallel} x "
             f"actor.pipeline_parallel {recipe.actor.pipeline_parallel})"
         )
@@ -185,6 +185,10 @@ def hold_lifeline(address: str, port: int, node: int) -> socket.socket:
     connection = socket.create_connection((address, port), timeout=JOIN_SECONDS)
     connection.sendall(node.to_bytes(NODE_BYTES))
     return connection
+
+
+def counted(nodes: int) -> str:
+    return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
 
 
 class Board:

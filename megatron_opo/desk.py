@@ -29,7 +29,13 @@ from megatron_opo.rollout import (
     launch_servers,
     wait_healthy,
 )
-from megatron_opo.runs import Checkpoint, changed_fields, check_attempt, only_run
+from megatron_opo.runs import (
+    ATTEMPT_VARIABLE,
+    Checkpoint,
+    changed_fields,
+    check_attempt,
+    only_run,
+)
 from megatron_opo.stop import StopRequest
 
 PROBE_PROMPTS = 4
@@ -210,6 +216,7 @@ def open_desk(
             wandb_project=recipe.log.wandb_project,
             samples_per_step=recipe.log.samples_per_step,
             first_step=checkpoint.version if checkpoint else 0,
+            attempt=os.environ.get(ATTEMPT_VARIABLE),
         )
         resources.enter_context(log)
         log.summary(summary_rows(recipe, hf_config, train_prompts, eval_prompts))

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_opo.cluster import Board, Job, Layout, ToldElsewhere, lay_out, meet, wait_for_all
+from megatron_opo.cluster import (
+    Board,
+    Job,
+    Layout,
+    ToldElsewhere,
+    counted,
+    lay_out,
+    meet,
+    wait_for_all,
+)
 from megatron_opo.errors import ClusterError, OpoError, RecipeError, TrainingError
 from megatron_opo.launch import (
     EXIT_CONSEQUENCE,
@@ -66,8 +75,8 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
             nodes = check_nodes(board, directory, dump_recipe(recipe))
             if check_only:
                 if job.node == 0:
-                    many = f"{len(nodes)} nodes are" if len(nodes) > 1 else "1 node is"
-                    print(f"{many} fit: {', '.join(job.nodes)}")
+                    verb = "is" if len(nodes) == 1 else "are"
+                    print(f"{counted(len(nodes))} {verb} fit: {', '.join(job.nodes)}")
                 return _depart(board, 0)
             gpus = len(nodes[0]["gpus"])
             layout = _lay_out(recipe, job, gpus)

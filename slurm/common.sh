@@ -63,7 +63,9 @@ step=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 
 if [[ -z ${CONTAINER_IMAGE:-} ]]; then
   launch=("${VENV:-.venv}/bin/megatron-opo")
   if [[ ! -x ${launch[0]} ]]; then
-    echo "error: $project/${launch[0]} does not exist: make setup STACK=cluster, or set VENV" >&2
+    # realpath: VENV may be absolute or not.
+    echo "error: $(realpath -m "${launch[0]}") does not exist: make setup STACK=cluster, or set" \
+      "VENV" >&2
     exit 2
   fi
 elif [[ $(srun --help) == *--container-image* ]]; then
@@ -78,7 +80,9 @@ else
 fi
 
 restarts=${SLURM_RESTART_COUNT:-0}
-say "$RECIPE on ${#nodes[@]} nodes (${nodes[*]}), start $((restarts + 1))"
+many="${#nodes[@]} nodes"
+[[ $many == "1 nodes" ]] && many="1 node"
+say "$RECIPE on $many (${nodes[*]}), start $((restarts + 1))"
 # In place before anything runs: without it the warning would end this script.
 step_pid=
 trap 'say "warned of the time limit"; [[ -n $step_pid ]] && kill -USR1 "$step_pid"' USR1

@@ -43,8 +43,11 @@ def measure(model: str, run_dir: str, lengths: list[int], overrides: list[str]) 
     pipeline also `saved`, what autograd holds after a forward pass over sequences of these lengths;
     `peak` of a forward and backward pass beside parameters and gradient buffers; and `flops` of
     both, as torch counts them. With one, `micro_batches` of the step and `in_flight`, the most
-    passes of a chunk of layers that awaited their backward pass."""
+    passes of a chunk of layers that awaited their backward pass. `bucket` is what the rank has for
+    servers on its node."""
     from actor_cases import make_rollout, open_actor
+
+    from megatron_opo.train import open_shared_bucket
 
     actor = open_actor(model, run_dir, overrides)
     result: dict[str, float] = {}
@@ -58,6 +61,10 @@ def measure(model: str, run_dir: str, lengths: list[int], overrides: list[str]) 
     actor.update(batch, version=0)
     if actor.parallel.pp_size > 1:
         result |= {"micro_batches": passes.count / len(actor.modules), "in_flight": passes.most}
+    shared = open_shared_bucket(actor.recipe, actor.hf_config, actor.parallel)
+    assert shared is not None
+    bucket = 0 if shared._buffer is None else shared._buffer.nbytes
+    shared.close()
     buffers = [
         buffer
         for chunk in actor.model
@@ -67,6 +74,7 @@ def measure(model: str, run_dir: str, lengths: list[int], overrides: list[str]) 
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
     return result | {
         "stage": actor.parallel.pp_rank,
+        "bucket": bucket,
         "parameters": sum(p.numel() for p in parameters),
         "weights": sum(storages.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),

@@ -1,11 +1,18 @@
 """The command line itself; tests of runs are in test_end_to_end.py."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_opo.cli import _is_finished, main
 from megatron_opo.recipe import Recipe
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("flag", ["--print", "--fresh"])
@@ -73,3 +80,40 @@ def test_a_report_of_no_run_is_a_clear_error(tmp_path, capsys):
         main(["report", str(tmp_path)])
     assert ended.value.code == 2
     assert "is not a run: it has no metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("python", [[], ["-u"]])
+@pytest.mark.parametrize("words", [["plan", "recipes/opo_7b.yaml"], ["--help"], ["logs", "RUN"]])
+def test_a_command_ends_quietly_when_nobody_reads_it_any_more(python, words, tmp_path):
+    (tmp_path / "run.log").write_text("  run x starts at version 0 of 9\n" + "line\n" * 10**4)
+    words = [str(tmp_path) if word == "RUN" else word for word in words]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as gone:
+        ended = subprocess.run(
+            [sys.executable, *python, "-m", "megatron_opo", *words],
+            cwd=ROOT,
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_broken_connection_is_no_reader_that_has_ended():
+    program = """
+import os
+from megatron_opo import cli
+
+def run(options):
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.write(writer, b"x")
+
+cli._report = run
+cli.main(["report", "x"])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1 and "BrokenPipeError" in ended.stderr

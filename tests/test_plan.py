@@ -26,7 +26,13 @@ from megatron_opo.plan import activations, planner
 from megatron_opo.plan.flops import forward_flops
 from megatron_opo.plan.hardware import GIB, GPUS, NETWORKS, Cluster, find_gpu, find_network
 from megatron_opo.plan.layout import Layout, chunks_of, held_by, layout_of, model_of
-from megatron_opo.plan.memory import kv_per_token, pass_of, server_weights, trainer_memory
+from megatron_opo.plan.memory import (
+    kv_per_token,
+    leads_a_node,
+    pass_of,
+    server_weights,
+    trainer_memory,
+)
 from megatron_opo.plan.search import apply, suggest
 from megatron_opo.plan.timing import Workload, generate_time
 from megatron_opo.recipe import load_recipe
@@ -103,6 +109,7 @@ RANKS = {
 @pytest.mark.parametrize("case", RANKS)
 def test_ranks_hold_and_save_what_the_plan_says(case, tmp_path):
     family, options, world, overrides = RANKS[case]
+    overrides = [*overrides, "sync.transport=shared_memory", "sync.bucket_mb=1"]
     lengths = [48, 48, 48]
     path = str(getattr(models, family)(tmp_path / "model", **options))
     ranks = run_ranks(world, measure, path, str(tmp_path), lengths, overrides)
@@ -115,7 +122,10 @@ def test_ranks_hold_and_save_what_the_plan_says(case, tmp_path):
     # Transformer Engine saves fewer tensors than what runs on a CPU; here, the latter's.
     step = replace(pass_of(recipe), tokens=144, scored=143, engine=False)
     batches = int(ranks[0].get("micro_batches", 1))
-    stages = trainer_memory(model, recipe, layout, batches, colocated=False)
+    stages = trainer_memory(model, recipe, layout, batches, gpus_per_node=world)
+    for stage in stages:
+        assert stage.bucket == max(r["bucket"] for r in ranks if r["stage"] == stage.stage)
+    assert sum(rank["bucket"] for rank in ranks) == 2**20
     for rank in ranks:
         stage = stages[rank["stage"]]
         assert rank["parameters"] == stage.parameters
@@ -187,6 +197,52 @@ def test_the_peak_of_the_logits_is_what_torch_allocates(
     assert allocations.peak <= planned + slack
     if last >= chunk:
         assert allocations.peak >= planned - slack
+
+
+@settings(deadline=None)
+@given(
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.integers(1, 6),
+    data=st.integers(1, 6),
+    per_node=st.integers(1, 9),
+)
+def test_a_bucket_is_on_the_lowest_rank_of_each_node(tensor, pipeline, data, per_node):
+    layout = Layout(tensor, pipeline, 1, 1, 1, data, False, True)
+    leaders = range(0, tensor * pipeline * data, per_node)
+    stages = {rank // (tensor * data) for rank in leaders}
+    found = {stage for stage in range(pipeline) if leads_a_node(layout, stage, per_node)}
+    assert found == stages
+
+
+def test_a_bucket_holds_the_largest_tensor_and_stays_in_both_phases():
+    small, _, _ = PLANS["opo_70b"]
+    table = 128_256 * 8192 * 2
+    assert {stage.bucket for stage in small.memory.trainers} == {table}
+    large, _, _ = plan("opo_70b", ["sync.bucket_mb=4096"])
+    more = 2**32 - table
+    for here, there in zip(small.memory.trainers, large.memory.trainers, strict=True):
+        assert there.total - here.total == more
+    assert large.memory.server.trainer - small.memory.server.trainer == more
+    without, _, _ = plan("opo_70b", ["sync.transport=distributed"])
+    assert {stage.bucket for stage in without.memory.trainers} == {0}
+    assert small.memory.server.trainer - without.memory.server.trainer == table
+
+
+def test_what_is_not_handed_over_is_there_in_both_phases():
+    """Every GPU has the whole trainer and the whole server all the time."""
+    fraction = "rollout.server_args.mem_fraction_static=0.3"
+    both, _, _ = plan("opo_7b", ["rollout.hand_over_memory=false", fraction], "h200")
+    turns, _, _ = plan("opo_7b", [fraction], "h200")
+    assert both.fits and turns.fits
+    server, trainer = both.memory.server, max(both.memory.trainers, key=lambda each: each.total)
+    assert server.weights + server.kv_cache == pytest.approx(0.3 * 139.8 * GIB)
+    assert trainer.server == server.weights + server.kv_cache + server.workspace
+    assert server.trainer == pytest.approx(trainer.total - trainer.server)
+    # The context of a server that has released the rest is part of what it keeps.
+    alone = max(stage.total for stage in turns.memory.trainers) - 3 * GIB
+    assert server.trainer == pytest.approx(alone)
+    assert (both.host_memory, both.handover_seconds) == (0, 0)
+    assert turns.host_memory > 0 and turns.handover_seconds > 0
 
 
 # Operations
@@ -335,6 +391,7 @@ def test_what_recipes_say_of_141_gb_is_so(name, overrides, nodes):
         ("opo_7b", ["rollout.server_args.mem_fraction_static=0.95"], "h200", {}),
         ("opo_7b", ["rollout.server_args={}"], "b200", {}),
         ("opo_7b", ["actor.tensor_parallel=1", "actor.sequence_parallel=false"], "l40s", {}),
+        ("opo_7b", ["rollout.hand_over_memory=false"], "h100", {}),
         ("opo_7b", ["rollout.servers=16"], "h100", {"nodes": 1}),
         ("opo_70b", ["actor.recompute=none"], "a100-80", {}),
         ("opo_70b", ["actor.pipeline_parallel=1"], "h100", {"nodes": 2}),
@@ -376,7 +433,7 @@ def test_advice_for_a_recipe_that_does_not_fit_makes_it_fit(name, overrides, gpu
 def test_the_smallest_advice_changes_one_thing():
     made, config, config_path = plan("opo_70b", ["actor.recompute=none"])
     assert suggest(made, config, config_path)[0].words() == ["actor.recompute=full"]
-    assert [problem.phase for problem in made.memory.problems] == ["update"]
+    assert {problem.phase for problem in made.memory.problems} == {"update"}
     assert "pipeline stage 1 of 4" in made.memory.problems[0].where
 
 
@@ -503,6 +560,7 @@ def test_the_command_shows_one_screen_and_exits_by_what_it_found():
     }
     stage = told["memory"]["update"][0]
     parts = ("weights", "gradients", "optimizer", "activations", "workspace", "reserve")
+    parts += ("bucket", "server")
     assert stage["total"] == pytest.approx(sum(stage[part] for part in parts))
     assert told["problems"][0]["over"] == pytest.approx(stage["total"] - 79.1 * GIB)
     phases = ("generate", "update", "sync", "handover")
@@ -518,7 +576,7 @@ def test_the_command_shows_one_screen_and_exits_by_what_it_found():
         (["--gpus", "0"], "--gpus: 0; it must be 1 or more"),
         (["--gpus", "12"], "--gpus: 12 are not whole nodes of 8"),
         (["--gpus", "8", "--nodes", "1"], "--gpus and --nodes: give one of them"),
-        (["--nodes", "2", "rollout.nodes=2"], "rollout.nodes: 2 of 2 nodes are for servers alone"),
+        (["--nodes", "2", "rollout.nodes=2"], "rollout.nodes: 2 for servers alone leaves none"),
         (["rollout.urls=[http://host:1]"], "rollout.urls names servers that run somewhere else"),
         (["--gpus", "7"], "7 trainer GPUs do not fit actor.tensor_parallel 2"),
         (["model.path=models/none"], "no config of the model: looked for models/none/config.json"),

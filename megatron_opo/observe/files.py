@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from megatron_opo.errors import LogError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+RUN_LOG = "run.log"
+# What a process says first in it; group 1 is the start of a job that it belongs to, if to any.
+FIRST_LINE = re.compile(r"  run \S.* starts at version \d+ of \d+(?:, in start (\S+))?$", re.M)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from megatron_opo.batch import Group
 from megatron_opo.errors import LogError, UnfitEnvironmentError
 from megatron_opo.observe.console import Console, duration, number, step_line, summary_text
 from megatron_opo.observe.files import (
+    RUN_LOG,
     append_text,
     read_metrics,
     replace_text,
@@ -56,12 +57,14 @@ class RunLog:
         wandb_project: str | None = None,
         samples_per_step: int = 16,
         first_step: int = 0,
+        attempt: str | None = None,
         quiet: bool = False,
     ):
         """Start a log (`first_step` 0), or continue one.
 
         `first_step` is the version training starts from, the number of steps already done. What
         an earlier process logged past it is dropped, since that runs again; with 0 that is all.
+        `attempt` names the start of a job that this process belongs to.
 
         Raises:
             LogError: the directory cannot be written.
@@ -77,7 +80,7 @@ class RunLog:
         with writing(self.run_path):
             (self.run_path / "samples").mkdir(parents=True, exist_ok=True)
         self.metrics_path = self.run_path / "metrics.jsonl"
-        self.log_path = self.run_path / "run.log"
+        self.log_path = self.run_path / RUN_LOG
         replace_text(self.run_path / "recipe.yaml", recipe_text)
         replace_text(self.run_path / "versions.json", json.dumps(versions, indent=2) + "\n")
         kept = _drop_steps_that_run_again(self.run_path, first_step)
@@ -92,7 +95,8 @@ class RunLog:
             self.wandb = _start_wandb(self.run_path, wandb_project, recipe_text, first_step)
         self.console = Console(total_steps, quiet=quiet)
         self.console.steps_done = first_step
-        self._log(f"run {self.run_path} starts at version {first_step} of {total_steps}")
+        start = f", in start {attempt}" if attempt else ""
+        self._log(f"run {self.run_path} starts at version {first_step} of {total_steps}{start}")
 
     def __enter__(self) -> "RunLog":
         return self

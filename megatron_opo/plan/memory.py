@@ -1,5 +1,6 @@
 """Memory of each GPU in both phases of a step."""
 
+import math
 from dataclasses import dataclass
 
 from megatron_opo.plan.activations import (
@@ -29,7 +30,9 @@ SERVER_DEFAULTS = ((60, 4096, 32, 160), (160, 8192, 256, 512), (float("inf"), 16
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on each trainer rank of pipeline stage `stage` while it updates."""
+    """Bytes on the fullest trainer rank of pipeline stage `stage` while it updates. `bucket` is
+    what weights are sent by, in memory that servers open; `server` what servers keep there that do
+    not hand it over."""
 
     stage: int
     parameters: int
@@ -39,10 +42,12 @@ class TrainerMemory:
     activations: float
     workspace: float
     reserve: float
+    bucket: float
+    server: float = 0.0
 
     @property
     def total(self) -> float:
-        held = self.weights + self.gradients + self.optimizer
+        held = self.weights + self.gradients + self.optimizer + self.bucket + self.server
         return held + self.activations + self.workspace + self.reserve
 
 
@@ -61,15 +66,21 @@ class ServerMemory:
     allowed: float
 
     @property
+    def total(self) -> float:
+        """What it takes itself."""
+        return self.weights + self.workspace + max(0.0, self.kv_cache)
+
+    @property
     def kv_tokens(self) -> int:
         """That one server holds."""
         return max(0, int(self.kv_cache // self.kv_per_token))
 
 
 def trainer_memory(
-    model: Model, recipe: Recipe, layout: Layout, micro_batches: int, colocated: bool
+    model: Model, recipe: Recipe, layout: Layout, micro_batches: int, gpus_per_node: int
 ) -> list[TrainerMemory]:
     """By pipeline stage."""
+    released = RELEASED_SERVER.value if recipe.rollout.hands_over("cuda") else 0
     step = pass_of(recipe)
     state = FLOAT * (2 if recipe.model.dtype == "float32" else 3)
     stages = []
@@ -98,10 +109,27 @@ def trainer_memory(
                 optimizer=held.shard * state,
                 activations=activations,
                 workspace=workspace,
-                reserve=reserve + (RELEASED_SERVER.value if colocated else 0),
+                reserve=reserve + released,
+                bucket=bucket_bytes(model, recipe) * leads_a_node(layout, stage, gpus_per_node),
             )
         )
     return stages
+
+
+def bucket_bytes(model: Model, recipe: Recipe) -> int:
+    """Of the memory that a node's lowest trainer rank keeps, in both phases, for the weights that
+    it gives to servers."""
+    if recipe.transport("cuda") != "shared_memory":
+        return 0
+    largest = model.architecture.largest_tensor() * BYTES[recipe.model.dtype]
+    return max(recipe.sync.bucket_mb * 2**20, largest)
+
+
+def leads_a_node(layout: Layout, stage: int, gpus_per_node: int) -> bool:
+    """Whether one of a pipeline stage's ranks is the lowest one of its node."""
+    ranks = layout.tensor * layout.data
+    first = stage * ranks
+    return math.ceil(first / gpus_per_node) * gpus_per_node < first + ranks
 
 
 def pass_of(recipe: Recipe) -> Pass:
@@ -158,8 +186,11 @@ def server_memory(
     sync = 3.0 * max(recipe.sync.bucket_mb * 2**20, model.embedding.numel * width)
     workspace = max(server_workspace(recipe, capacity), sync)
     trainer = 0.0
-    if cluster.colocated:
-        trainer = max(stage.weights for stage in trainers) + TRAINER_RESERVE.value
+    if recipe.rollout.hands_over("cuda"):
+        trainer = max(stage.weights + stage.bucket for stage in trainers) + TRAINER_RESERVE.value
+    elif cluster.colocated:
+        # What an update has needed at most, torch's allocator keeps.
+        trainer = max(stage.total for stage in trainers)
     allowed = (capacity - trainer - workspace) / capacity
     fraction = arguments.get("mem_fraction_static", 1 - workspace / capacity)
     cache = str(arguments.get("kv_cache_dtype", "auto"))
@@ -178,9 +209,9 @@ def server_memory(
     )
 
 
-def host_memory(trainers: list[TrainerMemory], cluster: Cluster) -> float:
+def host_memory(recipe: Recipe, trainers: list[TrainerMemory], cluster: Cluster) -> float:
     """Bytes that a node's host keeps of its trainers' optimizer state while servers generate."""
-    if not cluster.colocated:
+    if not recipe.rollout.hands_over("cuda"):
         return 0.0
     return max(stage.optimizer for stage in trainers) * cluster.gpus_per_node
 

@@ -1,7 +1,7 @@
 """One plan: memory, operations and seconds of a recipe on a cluster, and whether it fits."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,8 +147,8 @@ def cluster_of(
         nodes = -(-needed // per_node)
     if apart >= nodes:
         raise RecipeError(
-            f"rollout.nodes: {apart} of {nodes} nodes are for servers alone, which leaves none to "
-            "train: give more --nodes or lower it"
+            f"rollout.nodes: {apart} for servers alone leaves none of {nodes} to train: give more "
+            "--nodes or lower it"
         )
     return Cluster(gpu, network, nodes, per_node, apart)
 
@@ -178,8 +178,10 @@ def plan_memory(
     check_sizes(recipe, config, config_path)
     layout = layout_of(recipe, cluster.trainer_gpus)
     batches = micro_batches(recipe, layout, work)
-    trainers = trainer_memory(model, recipe, layout, batches, cluster.colocated)
+    trainers = trainer_memory(model, recipe, layout, batches, cluster.gpus_per_node)
     server = server_memory(model, recipe, cluster, trainers)
+    if cluster.colocated and not recipe.rollout.hands_over("cuda"):
+        trainers = [replace(stage, server=server.total) for stage in trainers]
     problems = _problems(recipe, cluster, layout, trainers, server)
     return Memory(layout, batches, trainers, server, problems)
 
@@ -195,7 +197,7 @@ def _problems(
     problems = []
     for stage in trainers:
         over = stage.total - capacity
-        if over > 0:
+        if over > 1:  # byte: a server may take exactly what is left
             where = _stage_name(layout, stage.stage)
             text = f"needs {gib(stage.total):.1f} GiB of {gib(capacity):.1f}"
             problems.append(Problem("update", where, over, text))
@@ -258,9 +260,9 @@ def make_plan(
         cluster=cluster,
         work=work,
         memory=memory,
-        host_memory=host_memory(memory.trainers, cluster),
+        host_memory=host_memory(recipe, memory.trainers, cluster),
         generate=generate_time(model, recipe, cluster, memory.server, work),
         update=update_time(model, recipe, cluster, memory.layout, work),
         sync_seconds=sync_time(model, recipe, cluster),
-        handover_seconds=handover_time(memory.trainers, cluster),
+        handover_seconds=handover_time(recipe, memory.trainers),
     )

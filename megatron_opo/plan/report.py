@@ -22,6 +22,8 @@ UPDATE_ROWS = (
     ("activations", "activations of micro-batches in flight"),
     ("workspace", "logits, recomputation, gradients of a layer"),
     ("reserve", "CUDA, NCCL, fragmentation"),
+    ("bucket", "weights for the node's servers, in shared memory"),
+    ("server", "servers, which keep their memory"),
 )
 
 
@@ -86,7 +88,9 @@ def _print_update_memory(console: Console, plan: Plan) -> None:
         name = "all" if len(stages) == 1 else f"stage {stage.stage + 1} of {len(stages)}"
         table.add_column(name, justify="right")
     for field, label in UPDATE_ROWS:
-        table.add_row(label, *(_gib(getattr(stage, field)) for stage in shown))
+        sizes = [getattr(stage, field) for stage in shown]
+        if any(sizes):
+            table.add_row(label, *map(_gib, sizes))
     table.add_row("total", *(_total(stage.total, capacity) for stage in shown), style="bold")
     console.print(table)
     if plan.host_memory:
@@ -101,7 +105,8 @@ def _print_generate_memory(console: Console, plan: Plan) -> None:
     table = _table(f"\nGenerate: GiB on each server GPU of {capacity / GIB:.1f}", "")
     table.add_column("all", justify="right")
     if plan.cluster.colocated:
-        table.add_row("trainer: weights, CUDA, NCCL", _gib(server.trainer))
+        kept = "weights, CUDA, NCCL" if plan.recipe.rollout.hands_over("cuda") else "all it has"
+        table.add_row(f"trainer: {kept}", _gib(server.trainer))
     table.add_row("weights", _gib(server.weights))
     table.add_row("SGLang's workspace, CUDA graphs, weights being sent", _gib(server.workspace))
     table.add_row("KV cache", _gib(server.kv_cache))

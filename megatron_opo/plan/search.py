@@ -129,6 +129,7 @@ class _Search:
         actor, architecture = self.recipe.actor, self.model.architecture
         for changes in (
             [_Change({"actor.recompute": "full"}, 1)] if actor.recompute == "none" else [],
+            self._hand_over(),
             self._micro_batches(),
             self._servers(),
             self._tensor(),
@@ -136,6 +137,11 @@ class _Search:
             self._wider("actor.pipeline_parallel", actor.pipeline_parallel, architecture.layers, 3),
         ):
             yield [NOTHING, *changes]
+
+    def _hand_over(self) -> list[_Change]:
+        rollout = self.recipe.rollout
+        refused = rollout.hand_over_memory is False and rollout.shares_gpus("cuda")
+        return [_Change({"rollout.hand_over_memory": True}, 1)] if refused else []
 
     def _micro_batches(self) -> Iterator[_Change]:
         longest = self.recipe.data.max_prompt_tokens + self.recipe.rollout.max_response_tokens

@@ -271,8 +271,8 @@ def sync_time(model: Model, recipe: Recipe, cluster: Cluster) -> float:
     return size * (1 / gather + 1 / send) / LINK_EFFICIENCY.value
 
 
-def handover_time(trainers: list[TrainerMemory], cluster: Cluster) -> float:
-    """A colocated trainer's optimizer state goes to the host and comes back."""
-    if not cluster.colocated:
+def handover_time(recipe: Recipe, trainers: list[TrainerMemory]) -> float:
+    """A trainer's optimizer state goes to the host and comes back."""
+    if not recipe.rollout.hands_over("cuda"):
         return 0.0
     return 2 * max(stage.optimizer for stage in trainers) / HOST_LINK.value

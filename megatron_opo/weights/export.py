@@ -80,9 +80,7 @@ def export_hf(
 
 def largest_tensor(hf_config: dict[str, Any]) -> int:
     """Elements of the largest tensor that `export_hf` yields."""
-    architecture = read_architecture(hf_config)
-    parts = chain.from_iterable(row.parts for row in architecture.rows())
-    return max(math.prod(architecture.shape(part)) for part in parts)
+    return read_architecture(hf_config).largest_tensor()
 
 
 def _agreed_parameters(

@@ -279,3 +279,7 @@ class Architecture:
 
     def parameter_count(self) -> int:
         return sum(math.prod(shape) for shape in self.hf_shapes().values())
+
+    def largest_tensor(self) -> int:
+        """Elements of the largest tensor of a checkpoint."""
+        return max(math.prod(shape) for shape in self.hf_shapes().values())

@@ -198,7 +198,9 @@ class MiniCluster:
     def jobs(self, job: int) -> list[dict[str, str]]:
         """What Slurm knows of a job; of a job array, an entry for each task that has started."""
         shown = self.run("scontrol", "--oneliner", "show", "job", str(job)).stdout
-        return [dict(re.findall(r"([A-Za-z][\w:/]*)=(\S*)", line)) for line in shown.splitlines()]
+        # A value may hold spaces: it ends where the next name begins.
+        field = re.compile(r"(?<!\S)([A-Za-z][\w:/]*)=(.*?)(?=\s+[A-Za-z][\w:/]*=|\s*$)")
+        return [dict(field.findall(line)) for line in shown.splitlines()]
 
     def job(self, job: int) -> dict[str, str]:
         return self.jobs(job)[0]

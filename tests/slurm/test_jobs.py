@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -15,12 +17,39 @@ from tests.test_end_to_end import make_project
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "slurm" / "quickstart.sbatch"
 START_S = 240.0
+# In place of what is not installed here: each keeps its arguments and runs what stands behind the
+# image, outside of any container.
+PYTHON = f"""#!/bin/bash
+exec {shlex.quote(sys.executable)} "$@"
+"""
+APPTAINER = """#!/bin/bash
+printf '%s\\0' "$@" >"$KEPT.$SLURM_NODEID"
+while [[ $1 != "$CONTAINER_IMAGE" ]]; do
+  [[ $1 == --pwd ]] && cd "$2"
+  shift
+done
+exec "${@:2}"
+"""
+SRUN_WITH_PYXIS = f"""#!/bin/bash
+srun={shutil.which("srun")}
+if [[ $* == --help ]]; then
+  "$srun" --help
+  echo "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH"
+  exit
+fi
+printf '%s\\0' "$@" >"$KEPT.srun"
+for word; do
+  [[ $word == --container-* || $word == --no-container-* ]] || kept+=("$word")
+done
+exec "$srun" "${{kept[@]}}"
+"""
 QUIET = ["eval.at_start=false", "eval.at_end=false", "checkpoint.export_hf=false"]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    project = make_project(tmp_path_factory.mktemp("project"))
+    # A space: every path of a script has to be quoted.
+    project = make_project(tmp_path_factory.mktemp("a project"))
     (project / "slurm").symlink_to(ROOT / "slurm")
     return project
 
@@ -214,6 +243,64 @@ def test_an_array_is_a_sweep(slurm, submit, directory):
     assert "1 node is fit" in said["0"]
     assert "optimizer.lr" in said["1"] and "nonsense" in said["1"]
     assert "sweep.txt has no line for array task 2" in said["2"]
+
+
+def stand_in(directory: Path, **scripts: str) -> dict[str, str]:
+    """An environment in which these commands come before the real ones."""
+    for name, text in scripts.items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    return {
+        "PATH": f"{directory}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "KEPT": str(directory / "kept"),
+        "CONTAINER_IMAGE": str(directory / "opo image.sqsh"),
+        "CHECK_ONLY": "1",
+    }
+
+
+def kept_words(directory: Path, name: str) -> list[str]:
+    return (directory / f"kept.{name}").read_text().split("\0")[:-1]
+
+
+def test_apptainer_runs_the_launchers_where_srun_knows_no_containers(
+    slurm, submit, directory, tmp_path
+):
+    settings = stand_in(tmp_path, apptainer=APPTAINER, python3=PYTHON)
+    job = submit("apptainer", CONTAINER_MOUNTS="/data:/data,/my models", **settings)
+    slurm.wait(job, "COMPLETED", timeout=60)
+    assert "2 nodes are fit: n1, n2" in slurm.output(job)
+    for node in "01":
+        words = kept_words(tmp_path, node)
+        bind = ["--bind", f"{directory},/data:/data,/my models", "--pwd", str(directory)]
+        assert words[:6] == ["exec", "--nv", *bind]
+        image = [str(tmp_path / "opo image.sqsh"), "python3", "-m", "megatron_opo", "launch"]
+        assert words[6:11] == image
+        assert words[11:13] == ["recipe.yaml", "--check-only"]
+
+
+def test_pyxis_runs_the_launchers_where_srun_knows_containers(slurm, submit, directory, tmp_path):
+    settings = stand_in(tmp_path, srun=SRUN_WITH_PYXIS, python3=PYTHON)
+    job = submit("pyxis", CONTAINER_MOUNTS="/data:/data,/models:/my models", **settings)
+    slurm.wait(job, "COMPLETED", timeout=60)
+    assert "2 nodes are fit: n1, n2" in slurm.output(job)
+    words = kept_words(tmp_path, "srun")
+    at = words.index("python3")
+    assert [word for word in words[:at] if "container" in word] == [
+        f"--container-image={tmp_path}/opo image.sqsh",
+        f"--container-mounts={directory}:{directory},/data:/data,/models:/my models",
+        f"--container-workdir={directory}",
+        "--no-container-mount-home",
+    ]
+    assert words[at : at + 4] == ["python3", "-m", "megatron_opo", "launch"]
+
+
+@pytest.mark.parametrize("place", ["nowhere", "/no where"])
+def test_a_missing_environment_is_named_in_full(place, slurm, submit, directory):
+    job = submit("missing", VENV=place)
+    assert slurm.wait(job, "FAILED", timeout=30)["ExitCode"] == "2:0"
+    path = directory / place / "bin" / "megatron-opo"
+    assert f"error: {path} does not exist: make setup" in slurm.output(job)
 
 
 def test_a_job_from_another_directory_says_so(slurm, tmp_path):
