@@ -82,7 +82,7 @@ def launched_qwen_pool(tmp_path_factory):
     scratch = tmp_path_factory.mktemp("qwen_pool")
     pool = launch_pool(tiny_qwen3(scratch / "model"), scratch, servers=2)
     yield pool
-    close_servers(pool.servers, grace_s=0)
+    close_servers(pool.servers)
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +90,7 @@ def launched_llama_pool(tmp_path_factory):
     scratch = tmp_path_factory.mktemp("llama_pool")
     pool = launch_pool(tiny_llama(scratch / "model"), scratch, tensor_parallel=2)
     yield pool
-    close_servers(pool.servers, grace_s=0)
+    close_servers(pool.servers)
 
 
 @pytest.fixture(scope="session")
