@@ -42,7 +42,7 @@ def launched(tmp_path_factory):
         yield pools
     finally:
         for pool in pools.values():
-            close_servers(pool.servers, grace_s=0)
+            close_servers(pool.servers)
 
 
 @pytest.fixture(scope="module")
