@@ -150,6 +150,7 @@ def test_a_warned_job_of_trainer_and_server_nodes_goes_on_after_a_requeue(slurm,
     assert slurm.job(job)["JobState"] == "CANCELLED", "a cancelled job is not queued again"
 
 
+@pytest.mark.timeout(600)
 def test_the_run_goes_on_after_a_lost_server_rank_and_launcher(slurm, submit, directory):
     """A server that is lost while weights are sent costs a restart, at another time only itself."""
     job = submit("lost", "train.steps=1000", "checkpoint.every=1", "rollout.retries=5")
