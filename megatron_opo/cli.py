@@ -283,7 +283,8 @@ def _is_finished(recipe: Recipe) -> bool:
         if (run_path / "metrics.jsonl").exists() and not is_restart(run_path):
             raise RecipeError(
                 f"run_dir: {run_path} holds an earlier run that left no checkpoint to resume from; "
-                "add --fresh to move it aside and start anew, or choose another name= or run_dir="
+                "add --fresh to move it aside and start anew (in a job: mv), or choose another "
+                "name= or run_dir="
             )
         return False
     if checkpoint.version < recipe.train.steps:
@@ -294,7 +295,7 @@ def _is_finished(recipe: Recipe) -> bool:
         return False
     print(
         f"{run_path} already has all of its {recipe.train.steps} steps: raise train.steps to go "
-        "on, or add --fresh to move it aside and start anew"
+        "on, or add --fresh to move it aside and start anew (in a job: mv)"
     )
     return True
 

@@ -8,6 +8,7 @@ trainer ranks, and watch over each other: when one of them fails or falls silent
 
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_opo.errors import ClusterError, RecipeError
+from megatron_opo.errors import ClusterError, RecipeError, UnfitEnvironmentError
 from megatron_opo.recipe import Recipe
 
 RENDEZVOUS = "rendezvous.json"
@@ -27,7 +28,7 @@ RENDEZVOUS = "rendezvous.json"
 JOIN_SECONDS = 120.0
 # Of a launcher that is gone, as if it had been killed.
 EXIT_LOST = 137
-NODE_BYTES = 4
+GREETING_BYTES = 32
 
 
 class ToldElsewhere(ClusterError):
@@ -146,15 +147,17 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
 
 
 class Lifelines:
-    """Connections of the other launchers to node 0's. They carry nothing: the kernel ends one with
-    its launcher, which a killed one could not tell in any other way."""
+    """Connections of the other launchers to node 0's. They carry nothing but who it is: the kernel
+    ends one with its launcher, which a killed one could not tell in any other way."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, nodes: int):
         self._listener = socket.create_server((address, 0))
         self._listener.setblocking(False)
         self._new: list[socket.socket] = []
         self._held: dict[int, socket.socket] = {}
         self.port: int = self._listener.getsockname()[1]
+        self.token = secrets.token_hex(8)
+        self._greetings = {_greeting(self.token, node): node for node in range(1, nodes)}
 
     def ended(self) -> list[int]:
         """The nodes whose launchers are gone, whether or not they said so before."""
@@ -164,12 +167,21 @@ class Lifelines:
                 connection.setblocking(False)
                 self._new.append(connection)
         for connection in list(self._new):
-            with suppress(OSError):
-                number = connection.recv(NODE_BYTES)
-                self._new.remove(connection)
-                if number:
-                    self._held[int.from_bytes(number)] = connection
+            try:
+                greeting = connection.recv(GREETING_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                greeting = b""
+            self._new.remove(connection)
+            # A stranger, such as a port scanner, is let go.
+            if (node := self._greetings.get(greeting)) is not None:
+                self._held[node] = connection
         return sorted(node for node, held in self._held.items() if _is_ended(held))
+
+
+def _greeting(token: str, node: int) -> bytes:
+    return f"{token} {node}".ljust(GREETING_BYTES).encode()
 
 
 def _is_ended(connection: socket.socket) -> bool:
@@ -181,9 +193,9 @@ def _is_ended(connection: socket.socket) -> bool:
         return True
 
 
-def hold_lifeline(address: str, port: int, node: int) -> socket.socket:
+def hold_lifeline(address: str, port: int, token: str, node: int) -> socket.socket:
     connection = socket.create_connection((address, port), timeout=JOIN_SECONDS)
-    connection.sendall(node.to_bytes(NODE_BYTES))
+    connection.sendall(_greeting(token, node))
     return connection
 
 
@@ -314,6 +326,7 @@ def meet(job: Job, directory: Path, timeout_s: float = JOIN_SECONDS) -> Board:
 
     Raises:
         ClusterError: node 0 did not show up, cannot be reached, or the directory is not shared.
+        UnfitEnvironmentError: the directory cannot be written.
     """
     path = directory / RENDEZVOUS
     address = own_address(job.host, job.nodes)
@@ -323,26 +336,24 @@ def meet(job: Job, directory: Path, timeout_s: float = JOIN_SECONDS) -> Board:
             return _open_board(job, address, path)
         place = _wait_for_file(job, path, timeout_s)
     except OSError as error:
-        raise ClusterError(
+        raise UnfitEnvironmentError(
             f"{job.host}: run_dir: {directory} cannot be used: {error.strerror or error}; it must "
-            "be on a file system that every node can write"
+            "be on a file system that every node can write, with room"
         ) from None
     leader = place["address"]
     try:
         store = _store(leader, place["port"], is_master=False)
-        lifeline = hold_lifeline(leader, place["lifeline"], job.node)
+        lifeline = hold_lifeline(leader, place["lifeline"], place["token"], job.node)
     except (RuntimeError, OSError) as error:
         raise ClusterError(
             f"{job.host} cannot reach node 0 ({job.nodes[0]}) at {leader}:{place['port']}: "
             f"{str(error).splitlines()[0]}; do the nodes' networks let each other through?"
         ) from None
-    board = Board(job, store, address, leader, lifeline)
-    board.post_mine("joined", True)
-    return board
+    return Board(job, store, address, leader, lifeline)
 
 
 def wait_for_all(board: Board, timeout_s: float = JOIN_SECONDS) -> None:
-    """On node 0: every other launcher has joined.
+    """Every launcher has joined; all return at about the same time.
 
     Raises:
         ClusterError: naming those that have not.
@@ -359,8 +370,13 @@ def wait_for_all(board: Board, timeout_s: float = JOIN_SECONDS) -> None:
 def _open_board(job: Job, address: str, path: Path) -> Board:
     # Port 0: another job may listen on any fixed one.
     store = _store(address, 0, is_master=True)
-    lifelines = Lifelines(address)
-    place = {"address": address, "port": store.port, "lifeline": lifelines.port}
+    lifelines = Lifelines(address, len(job.nodes))
+    place = {
+        "address": address,
+        "port": store.port,
+        "lifeline": lifelines.port,
+        "token": lifelines.token,
+    }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(place))
     partial.rename(path)

@@ -207,7 +207,8 @@ def open_desk(
     if checkpoint is not None:
         cursor.restore(checkpoint.cursor)
     with ExitStack() as resources:
-        resources.enter_context(only_run(recipe.run_path))
+        if ATTEMPT_VARIABLE not in os.environ:
+            resources.enter_context(only_run(recipe.run_path))
         log = RunLog(
             recipe.run_path,
             recipe_text=dump_recipe(recipe),

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatron_opo.cluster import (
@@ -16,7 +16,6 @@ from megatron_opo.cluster import (
     counted,
     lay_out,
     meet,
-    wait_for_all,
 )
 from megatron_opo.errors import ClusterError, OpoError, RecipeError, TrainingError
 from megatron_opo.launch import (
@@ -65,13 +64,12 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
     # From here on: it may come while the servers start.
     warning = TimeWarning()
     signal.signal(signal.SIGUSR1, warning.note)
-    with raising_on_signals():
+    with raising_on_signals(), ExitStack() as held:
         board = meet(job, directory)
         try:
-            if job.node == 0:
-                if not check_only:
-                    record_attempt(recipe.run_path, job.attempt)
-                wait_for_all(board)
+            if job.node == 0 and not check_only:
+                held.enter_context(only_run(recipe.run_path))
+                record_attempt(recipe.run_path, job.attempt)
             nodes = check_nodes(board, directory, dump_recipe(recipe))
             if check_only:
                 if job.node == 0:
@@ -104,12 +102,8 @@ def record_attempt(run_path: Path, attempt: str) -> None:
     """Note which step this start of the job begins at.
 
     Raises:
-        CheckpointError: another job is training in this directory.
         TrainingError: the two starts before it began there, too.
     """
-    # Rank 0 holds it for the whole run; asked now, before servers are started.
-    with only_run(run_path):
-        pass
     checkpoint = latest_checkpoint(run_path)
     version = checkpoint.version if checkpoint else 0
     job_id = attempt.partition(".")[0]
@@ -120,8 +114,11 @@ def record_attempt(run_path: Path, attempt: str) -> None:
             f"between restarts, so it stops here. The logs of each start are in "
             f"{run_path / 'logs'}; checkpoint.every may be too large for the time limit"
         )
-    with (run_path / ATTEMPTS).open("a") as stream:
-        stream.write(json.dumps({"attempt": attempt, "step": version}) + "\n")
+    path = run_path / ATTEMPTS
+    is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
+    with path.open("a") as stream:
+        line = json.dumps({"attempt": attempt, "step": version})
+        stream.write(("\n" if is_torn else "") + line + "\n")
 
 
 def _work(

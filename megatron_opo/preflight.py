@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_opo.cluster import Board, ToldElsewhere
+from megatron_opo.cluster import Board, ToldElsewhere, wait_for_all
 from megatron_opo.environment import find_problems, gather_facts, versions
 from megatron_opo.errors import ClusterError, UnfitEnvironmentError
 
@@ -40,8 +40,11 @@ def check_nodes(board: Board, directory: Path, recipe_text: str) -> list[dict[st
             differs from the others; all problems are listed.
         ClusterError: the nodes' network fails.
     """
+    wait_for_all(board)
+    clock = time.time()  # read everywhere at once, so that clocks that differ show
     (directory / f"canary_{board.job.node}").write_text(board.job.host)
-    board.post_mine("facts", describe_node(board.job.host, directory, recipe_text))
+    facts = describe_node(board.job.host, directory, recipe_text)
+    board.post_mine("facts", facts | {"time": clock})
     if board.job.node == 0:
         try:
             nodes = board.collect("facts", FACTS_SECONDS, "preflight")
@@ -79,7 +82,6 @@ def describe_node(host: str, directory: Path, recipe_text: str) -> dict[str, Any
         "versions": versions(),
         "code": code_hash(Path(__file__).parent),
         "recipe": hashlib.sha256(recipe_text.encode()).hexdigest()[:12],
-        "time": time.time(),
     }
 
 
@@ -143,7 +145,6 @@ def differences(nodes: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def clock_problems(nodes: Sequence[dict[str, Any]]) -> list[str]:
-    """Facts are posted at about the same time, so that clocks far apart show."""
     middle = sorted(node["time"] for node in nodes)[len(nodes) // 2]
     return [
         f"{node['host']}: its clock is {node['time'] - middle:+.0f} s off the other nodes' "

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,18 +84,18 @@ def latest_checkpoint(run_path: Path) -> Checkpoint | None:
 def attempts(run_path: Path) -> list[dict[str, Any]]:
     """The starts of jobs on this run so far, and the step that each began at."""
     path = run_path / ATTEMPTS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):  # torn by a full disk
+            found.append(json.loads(line))
+    return found
 
 
 def is_restart(run_path: Path) -> bool:
-    """Whether this process belongs to a job that Slurm has started on this run before."""
+    """Whether this process belongs to a job, and jobs have started on this run before: this one, or
+    those before it in a chain."""
     own = os.environ.get(ATTEMPT_VARIABLE)
-    if not own:
-        return False
-    job = own.partition(".")[0]
-    return any(
-        a["attempt"] != own and a["attempt"].startswith(f"{job}.") for a in attempts(run_path)
-    )
+    return bool(own) and any(a["attempt"] != own for a in attempts(run_path))
 
 
 def check_attempt(run_path: Path) -> None:
@@ -125,7 +125,8 @@ def changed_fields(before: dict[str, Any], recipe: Recipe) -> list[str]:
 
 @contextmanager
 def only_run(run_path: Path) -> Iterator[None]:
-    """Hold the run directory; the operating system lets go of it however the process ends.
+    """Hold the run directory; the operating system lets go of it however the process ends. In a job
+    node 0's launcher does so for all.
 
     Raises:
         CheckpointError: another run holds it, or it cannot be written.

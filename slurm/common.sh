@@ -11,12 +11,13 @@
 #   CONTAINER_IMAGE    run in this image: pyxis where srun knows it, else apptainer
 #   CONTAINER_MOUNTS   more mounts, host:container,...; the project directory is always there
 #   VENV               Python environment on bare metal (default .venv)
-#   MAX_RESTARTS       how often a job that failed starts again by itself (default 10)
+#   MAX_RESTARTS       how many failures of a job are followed by another start (default 10)
 #   SWEEP              with --array: a file whose line i holds the changes of array task i (from
 #                      0; # begins a comment line, quotes hold values with spaces together)
 #
 # Exit codes: 0 done; 2 a mistake in the recipe or on the nodes, not started again; 85 stopped
-# before the time limit, after a checkpoint, and queued again; else what failed.
+# before the time limit, after a checkpoint, and queued again; 130, 143 ended by SIGINT, SIGTERM, not
+# started again; else what failed.
 
 set -uo pipefail
 say() { echo "$(date '+%F %T') job ${SLURM_JOB_ID:-?}: $*"; }
@@ -45,12 +46,20 @@ if [[ -n ${ROLLOUT_NODES:-} ]]; then
   overrides+=("rollout.nodes=$ROLLOUT_NODES")
 fi
 if [[ -n ${SWEEP:-} ]]; then
+  if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    echo "error: SWEEP is for job arrays: sbatch --array=0-N" >&2
+    exit 2
+  fi
   line=$(grep -Ev '^[[:space:]]*(#|$)' "$SWEEP" | sed -n "$((SLURM_ARRAY_TASK_ID + 1))p")
   if [[ -z $line ]]; then
     echo "error: $SWEEP has no line for array task $SLURM_ARRAY_TASK_ID (the first is task 0)" >&2
     exit 2
   fi
-  mapfile -t more < <(xargs -n 1 printf '%s\n' <<<"$line") # understands quotes
+  if ! split=$(xargs -n 1 printf '%s\n' <<<"$line"); then # understands quotes
+    echo "error: $SWEEP, line of array task $SLURM_ARRAY_TASK_ID: a quote is not closed: $line" >&2
+    exit 2
+  fi
+  mapfile -t more <<<"$split"
   overrides+=("name=$(basename "$RECIPE" .yaml)_$SLURM_ARRAY_TASK_ID" "${more[@]}")
 fi
 if [[ -n ${CHECK_ONLY:-} ]]; then
@@ -83,11 +92,18 @@ restarts=${SLURM_RESTART_COUNT:-0}
 many="${#nodes[@]} nodes"
 [[ $many == "1 nodes" ]] && many="1 node"
 say "$RECIPE on $many (${nodes[*]}), start $((restarts + 1))"
-# In place before anything runs: without it the warning would end this script.
+# In place before anything runs: without it the warning would end this script. Repeated, as the
+# launchers do not hear it in their first seconds.
 step_pid=
-trap 'say "warned of the time limit"; [[ -n $step_pid ]] && kill -USR1 "$step_pid"' USR1
+# shellcheck disable=SC2329 # the trap calls it
+warned() {
+  say "warned of the time limit"
+  [[ -n $step_pid ]] && { while kill -USR1 "$step_pid"; do sleep 5; done } 2>/dev/null &
+}
+trap warned USR1
 
-"${step[@]}" "${launch[@]}" launch "$RECIPE" "${overrides[@]}" &
+"${step[@]}" bash -c 'trap "" USR1; exec "$@"' launch "${launch[@]}" launch "$RECIPE" \
+  "${overrides[@]}" &
 step_pid=$!
 # A trap ends `wait` early; the last one has the exit code of srun.
 while :; do
@@ -97,13 +113,28 @@ while :; do
 done
 say "ended with exit code $code"
 
-# Cancelled or preempted: starting it again is not for this script to decide.
-running() { [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; }
+# The last task of an array has the id of the whole array.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+# Cancelled, preempted, or started again already: nothing for this script to decide.
+is_running() {
+  local found
+  found=$(scontrol show job "$job")
+  [[ $found == *JobState=RUNNING* && $found =~ Restarts=$restarts([[:space:]]|$) ]]
+}
 
-if [[ -z ${CHECK_ONLY:-} ]] && { ((code == 85)) || { ((code != 0 && code != 2)) && ((restarts < ${MAX_RESTARTS:-10})); }; }; then
-  if running; then
-    say "queueing it again"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
-  fi
+failures=.slurm_failures_$job
+case $code in
+  0 | 2 | 130 | 143) again= ;;
+  85) again=yes ;;
+  *)
+    echo "start $((restarts + 1)): exit code $code" >>"$failures"
+    [[ $(wc -l <"$failures") -le ${MAX_RESTARTS:-10} ]] && again=yes
+    ;;
+esac
+if [[ -n ${again:-} && -z ${CHECK_ONLY:-} ]] && is_running; then
+  say "queueing it again"
+  scontrol requeue "$job" && sleep 60
 fi
+rm -f "$failures"
 exit "$code"

@@ -1,6 +1,7 @@
 """A job of several nodes, without Slurm: who does what, who meets whom, who may go on."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,6 @@ from megatron_opo.cluster import (
     wait_for_all,
 )
 from megatron_opo.errors import (
-    CheckpointError,
     ClusterError,
     RecipeError,
     TrainingError,
@@ -28,7 +28,7 @@ from megatron_opo.errors import (
 from megatron_opo.node import _depart, record_attempt
 from megatron_opo.preflight import check_nodes, differences
 from megatron_opo.recipe import Recipe
-from megatron_opo.runs import ATTEMPT_VARIABLE, check_attempt, is_restart, only_run
+from megatron_opo.runs import ATTEMPT_VARIABLE, attempts, check_attempt, is_restart
 
 SLURM = {
     "MEGATRON_OPO_NODES": "n1 n2 n3",
@@ -162,9 +162,10 @@ def test_a_node_that_does_not_join_is_named(tmp_path):
 LAUNCHER = """
 import sys
 from pathlib import Path
-from megatron_opo.cluster import Job, meet
+from megatron_opo.cluster import Job, meet, wait_for_all
 
 board = meet(Job(("localhost",) * 3, int(sys.argv[2]), "1.0"), Path(sys.argv[1]))
+wait_for_all(board)
 print("joined", flush=True)
 sys.stdin.read()
 """
@@ -182,9 +183,13 @@ def test_a_launcher_that_is_killed_is_named_and_not_waited_for(tmp_path):
         for node in (1, 2)
     ]
     try:
+        wait_for_all(board)
         for other in others:
             assert other.stdout.readline() == "joined\n"
-        wait_for_all(board)
+        place = json.loads((tmp_path / "rendezvous.json").read_text())
+        for words in (b"GET / HTTP/1.0\r\n\r\n", b"\0\0\0\1", f"{place['token']} 2".encode()):
+            with socket.create_connection((place["address"], place["lifeline"])) as stranger:
+                stranger.sendall(words)
         assert board.describe_lost() is None
         others[1].kill()
         start = time.monotonic()
@@ -241,9 +246,14 @@ def test_a_job_without_progress_stops_at_its_third_start(tmp_path):
         record_attempt(tmp_path, "8.3")
 
 
-def test_a_run_that_is_held_has_no_second_job(tmp_path):
-    with only_run(tmp_path), pytest.raises(CheckpointError, match="another run is training"):
-        record_attempt(tmp_path, "7.0")
+def test_an_attempt_after_a_torn_line(tmp_path, monkeypatch):
+    record_attempt(tmp_path, "7.0")
+    with (tmp_path / "attempts.jsonl").open("a") as stream:
+        stream.write('{"attempt": "7')
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "7.0")
+    check_attempt(tmp_path)
+    record_attempt(tmp_path, "7.1")
+    assert [a["attempt"] for a in attempts(tmp_path)] == ["7.0", "7.1"]
 
 
 def test_only_the_newest_start_of_a_job_may_write(tmp_path, monkeypatch):
@@ -257,5 +267,7 @@ def test_only_the_newest_start_of_a_job_may_write(tmp_path, monkeypatch):
         check_attempt(tmp_path)
     monkeypatch.setenv(ATTEMPT_VARIABLE, "7.1")
     assert is_restart(tmp_path)
-    monkeypatch.setenv(ATTEMPT_VARIABLE, "70.0")
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "70.0")  # the next of a chain
+    assert is_restart(tmp_path)
+    monkeypatch.delenv(ATTEMPT_VARIABLE)
     assert not is_restart(tmp_path)

@@ -246,6 +246,72 @@ def test_an_array_is_a_sweep(slurm, submit, directory):
     assert "sweep.txt has no line for array task 2" in said["2"]
 
 
+# In the place of the launcher: what the script does then.
+LAUNCHER = """#!/bin/bash
+echo "$SLURM_ARRAY_TASK_ID" >>"$KEPT"
+{commands}
+"""
+
+
+def launcher(directory: Path, commands: str) -> dict[str, str]:
+    path = directory / "bin" / "megatron-opo"
+    path.parent.mkdir()
+    path.write_text(LAUNCHER.format(commands=commands))
+    path.chmod(0o755)
+    return {"VENV": str(directory), "KEPT": str(directory / "kept")}
+
+
+def wait_until_all_ended(slurm: MiniCluster, job: int) -> dict[str, dict[str, str]]:
+    """The tasks of an array, by number."""
+    deadline = time.monotonic() + 120
+    found = slurm.jobs(job)
+    while not {entry["JobState"] for entry in found} <= ENDED:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.5)
+        found = slurm.jobs(job)
+    return {entry["ArrayTaskId"]: entry for entry in found}
+
+
+def test_a_task_of_an_array_is_queued_again_alone(slurm, submit, tmp_path):
+    """Also the last one, which has the id of the whole array."""
+    commands = "[[ $SLURM_ARRAY_TASK_ID != 2 || ${SLURM_RESTART_COUNT:-0} != 0 ]] || exit 85"
+    options = ("--array=0-2%1", "--nodes=1")
+    job = submit("again", options=options, **launcher(tmp_path, commands))
+    found = wait_until_all_ended(slurm, job)
+    assert {task: entry["JobState"] for task, entry in found.items()} == dict.fromkeys(
+        "012", "COMPLETED"
+    )
+    assert (tmp_path / "kept").read_text().split() == ["0", "1", "2", "2"]
+
+
+def test_failures_are_counted_and_stops_before_the_time_limit_are_not(
+    slurm, submit, directory, tmp_path
+):
+    commands = 'codes=(85 1 85 1 85); exit "${codes[${SLURM_RESTART_COUNT:-0}]}"'
+    settings = launcher(tmp_path, commands) | {"MAX_RESTARTS": "1"}
+    job = submit("count", options=("--nodes=1",), **settings)
+    ended = slurm.wait(job, "FAILED", timeout=90)
+    assert ended["ExitCode"] == "1:0" and ended["Restarts"] == "3"
+    assert not list(directory.glob(".slurm_failures*"))
+
+
+def test_a_sweep_that_cannot_be_read_trains_nothing(slurm, submit, directory, tmp_path):
+    settings = launcher(tmp_path, "exit 0")
+    (directory / "torn.txt").write_text("seed=1 data.note=it's optimizer.lr=1e-9\n")
+    for options in (("--array=0", "--nodes=1"), ("--nodes=1",)):
+        job = submit("torn", options=options, SWEEP="torn.txt", **settings)
+        assert slurm.wait(job, "FAILED", timeout=30)["ExitCode"] == "2:0"
+    assert "SWEEP is for job arrays" in slurm.output(job)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_run_dir_that_cannot_be_used_is_a_mistake(slurm, submit):
+    job = submit("nowhere", "run_dir=/dev/null/runs")
+    ended = slurm.wait(job, "FAILED", timeout=60)
+    assert ended["ExitCode"] == "2:0" and ended["Restarts"] == "0"
+    assert "run_dir: /dev/null/runs" in slurm.output(job)
+
+
 def stand_in(directory: Path, **scripts: str) -> dict[str, str]:
     """An environment in which these commands come before the real ones."""
     for name, text in scripts.items():
