@@ -1,0 +1,329 @@
+"""Writes checkpoints while training goes on.
+
+What a checkpoint holds is copied to the host at once, which training waits for. A thread of each
+rank writes the copy; when all are done, which the ranks find out together between two steps, rank 0
+completes the directory (`checkpoint_files`).
+"""
+
+import inspect
+import json
+import queue
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_opo.actor.checkpoint import (
+    METADATA,
+    layout_of,
+    optimizer_states,
+    random_state_file,
+    sharded_state,
+    without_deprecations,
+)
+from megatron_opo.actor.parallel import Parallel
+from megatron_opo.actor.random_state import random_state
+from megatron_opo.actor.step import Actor
+from megatron_opo.checkpoint_files import (
+    digest,
+    drop_old,
+    make_partial,
+    partial_directory,
+    publish,
+    write_durably,
+)
+from megatron_opo.errors import CheckpointError, OpoError
+from megatron_opo.recipe import Recipe
+from megatron_opo.runs import CHECKPOINTS, check_attempt
+from megatron_opo.spmd import Driver
+from megatron_opo.weights.streaming import flush_to_disk
+
+# How long ranks that end with an error wait for each other before they give a checkpoint up.
+PARTING_S = 30
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time.
+
+    All ranks call its methods together. A failure on any of them is a CheckpointError on all.
+    Use it as a context manager: when the block ends by an error that all ranks meet, what is being
+    written is completed; otherwise given up.
+    """
+
+    def __init__(self, recipe: Recipe, driver: Driver, parallel: Parallel, version: int):
+        """`version` is that of the checkpoint the run resumes from, or 0; later that of the newest
+        one begun."""
+        self.recipe = recipe
+        self.driver = driver
+        self.parallel = parallel
+        self.version = version
+        self._writing: _Writing | None = None
+
+    def start(self, actor: Actor, state: Callable[[], dict[str, Any]]) -> None:
+        """Begin the checkpoint of the actor's version; waits for the one before.
+
+        `state` is called on rank 0: what else the checkpoint's state file holds.
+        """
+        self.wait()
+        partial = partial_directory(self.recipe.run_path, actor.version)
+        self.driver.run(lambda: check_attempt(self.recipe.run_path))
+        self._together(partial, lambda: make_partial(partial) if self.driver.is_here else None)
+        plan = _plan(actor, partial)
+        contents = {
+            "version": actor.version,
+            "layout": layout_of(actor),
+            "recipe": self.recipe.model_dump(mode="json"),
+        }
+        if self.driver.is_here:
+            contents |= state()
+        self._writing = _Writing(actor.version, partial, plan, contents, self.parallel.rank)
+        self._writing.start()
+        self.version = actor.version
+
+    def poll(self) -> dict[str, float]:
+        """Complete the checkpoint if every rank has written its part; never waits for that.
+
+        Returns metrics on rank 0 then, else {}: timing_s/checkpoint_write, the seconds from its
+        start to the last rank's last byte, and checkpoint/bytes.
+        """
+        if self._writing is None:
+            return {}
+        done = torch.tensor([not self._writing.is_alive()])
+        dist.all_reduce(done, dist.ReduceOp.MIN, group=self.parallel.control)
+        return self._complete() if done.item() else {}
+
+    def wait(self) -> dict[str, float]:
+        """As `poll`, but when it is done."""
+        return {} if self._writing is None else self._complete()
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if self._writing is not None and isinstance(error, OpoError):
+            with suppress(OpoError, RuntimeError):
+                dist.monitored_barrier(self.parallel.control, timedelta(seconds=PARTING_S))
+                self.wait()
+        if self._writing is not None:
+            self._writing.give_up()
+
+    def _complete(self) -> dict[str, float]:
+        writing, self._writing = self._writing, None
+        assert writing is not None
+        writing.join()
+        self._together(writing.partial, writing.raise_error)
+        self.driver.run(lambda: check_attempt(self.recipe.run_path))
+        parts: list[Any] = [None] * self.parallel.world_size
+        part = (writing.results, writing.digests, writing.bytes, writing.seconds)
+        dist.gather_object(
+            part, parts if self.driver.is_here else None, group=self.parallel.control
+        )
+
+        def finish() -> None:
+            if not self.driver.is_here:
+                return
+            plan = writing.plan
+            assert plan.metadata is not None, "Megatron makes it on rank 0"
+            plan.writer.finish(plan.metadata, [part[0] for part in parts])
+            save_config(CheckpointingConfig("torch_dist", 1), str(writing.partial))
+            digests = {name: value for part in parts for name, value in part[1].items()}
+            final = self.recipe.run_path / CHECKPOINTS / f"step_{writing.version}"
+            state = json.dumps(writing.contents, indent=1).encode()
+            publish(writing.partial, final, digests, state)
+            best = writing.contents.get("best_eval")
+            keep = self.recipe.checkpoint
+            drop_old(
+                self.recipe.run_path,
+                keep=keep.keep,
+                keep_every=keep.keep_every,
+                best=best["step"] if best and keep.keep_best else None,
+            )
+
+        self._together(writing.partial, finish)
+        if not self.driver.is_here:
+            return {}
+        return {
+            "timing_s/checkpoint_write": max(part[3] for part in parts),
+            "checkpoint/bytes": float(sum(part[2] for part in parts)),
+        }
+
+    def _together(self, partial: Path, stage: Callable[[], object]) -> None:
+        """Run a stage on all ranks; an error of any of them is a CheckpointError of all."""
+        error = None
+        try:
+            stage()
+        except Exception as caught:
+            error = caught
+        reasons: list[str | None] = [None] * self.parallel.world_size
+        reason = error and (str(error).strip() or repr(error)).splitlines()[-1]
+        dist.all_gather_object(reasons, reason, group=self.parallel.control)
+        failed = [rank for rank, reason in enumerate(reasons) if reason]
+        if not failed:
+            return
+        # The writer's own words do not always say that the disk is full.
+        free_mb = shutil.disk_usage(self.recipe.run_path).free / 1e6
+        if self.driver.is_here:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {partial}: cannot be written (rank {failed[0]}: {reasons[failed[0]]}; "
+            f"{free_mb:,.0f} MB were free there); earlier checkpoints are untouched. Free space or "
+            "change run_dir, and start again"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank writes: `buckets` as Megatron has them, (path, file name, (bytes, tensors))
+    for each file; `metadata`, on rank 0, says which tensor is where."""
+
+    writer: FileSystemWriterAsync
+    metadata: Metadata | None
+    buckets: list[Any] = field(default_factory=list)
+
+
+class _PlanOnly(TorchDistSaveShardedStrategy):
+    """Keeps what Megatron's save has planned. Its own way to complete a save leaves the other ranks
+    waiting when rank 0 meets an error."""
+
+    planned: tuple[FileSystemWriterAsync, Metadata | None]
+
+    def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret, *strategy):
+        self.planned = (writer, save_state_dict_ret[1])
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *strategy)
+
+
+def _plan(actor: Actor, partial: Path) -> _Plan:
+    """Everything that ranks must do together, and a copy of this rank's part on the host."""
+    # Megatron would start a process only to hold this queue, which outlives a killed rank and which
+    # a signal to all processes of the job ends. Nobody puts anything into it here.
+    filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
+    strategy = _PlanOnly("torch_dist", 1)
+    options: dict[str, Any] = {}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+        options["async_strategy"] = "mcore"
+    with without_deprecations():
+        dist_checkpointing.save(
+            sharded_state(actor, is_loading=False),
+            str(partial),
+            strategy,  # pyright: ignore[reportArgumentType]
+            async_sharded_save=True,
+            content_metadata=METADATA,
+            **options,
+        )
+    writer, metadata = strategy.planned
+    buckets = FileSystemWriterAsync.preload_tensors(writer.write_buckets or [])
+    live = _live_storages(actor)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+
+    return _Plan(
+        writer,
+        metadata,
+        [
+            (path, name, (objects, deque((item, own(tensor)) for item, tensor in tensors)))
+            for path, name, (objects, tensors) in buckets
+        ],
+    )
+
+
+def _live_storages(actor: Actor) -> set[int]:
+    """Where what training changes lies. On a CPU, `Tensor.cpu` is no copy."""
+    tensors = [t for module in actor.modules for t in [*module.parameters(), *module.buffers()]]
+    for optimizer, parameter in optimizer_states(actor):
+        values = optimizer.state[parameter].values()
+        tensors += [parameter, *(value for value in values if isinstance(value, torch.Tensor))]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+class _GivenUp(Exception):
+    """Ends the thread that writes."""
+
+
+class _Writing(threading.Thread):
+    """This rank's part of a checkpoint on its way to the disk."""
+
+    def __init__(
+        self, version: int, partial: Path, plan: _Plan, contents: dict[str, Any], rank: int
+    ):
+        super().__init__(name=f"checkpoint of step {version}")
+        self.version = version
+        self.partial = partial
+        self.plan = plan
+        self.contents = contents
+        self.digests: dict[str, str] = {}
+        self.results: list[Any] = []
+        self.bytes = 0
+        self.seconds = 0.0
+        self._small = {random_state_file(rank): json.dumps(random_state()).encode()}
+        self._error: BaseException | None = None
+        self._given_up = threading.Event()
+        self._begun = time.monotonic()
+
+    def run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+        self.seconds = time.monotonic() - self._begun
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def give_up(self) -> None:
+        """End soon, with what is written left as it is."""
+        self._given_up.set()
+        self.join()
+
+    def _write(self) -> None:
+        while self.plan.buckets:
+            path, name, (objects, tensors) = self.plan.buckets.pop()
+            self.results += self._write_bucket(path, name, objects, tensors)
+            self._wrote(Path(path))
+        for name, data in self._small.items():
+            write_durably(self.partial / name, data)
+            self._wrote(self.partial / name)
+        flush_to_disk([self.partial])
+
+    def _write_bucket(self, path: str, name: str, objects: list, tensors: deque) -> list[Any]:
+        """A file, by the function that Megatron's own processes run; where its tensors lie."""
+        transforms = (
+            [self.plan.writer.transforms] if hasattr(self.plan.writer, "transforms") else []
+        )
+        # Between its processes Megatron has other queues.
+        answers: Any = queue.Queue()
+        tasks: Any = queue.Queue()
+        tasks.put(0)
+        bucket: Any = (path, name, (objects, self._one_by_one(tensors)))
+        FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answers, tasks, True)
+        _, results = answers.get_nowait()
+        if isinstance(results, BaseException):
+            raise results
+        return results
+
+    def _one_by_one(self, tensors: deque) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Each is freed when it is written."""
+        while tensors:
+            if self._given_up.is_set():
+                raise _GivenUp("given up")
+            yield tensors.popleft()
+
+    def _wrote(self, path: Path) -> None:
+        self.digests[path.name] = digest(path)
+        self.bytes += path.stat().st_size
