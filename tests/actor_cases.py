@@ -173,22 +173,3 @@ def refused_update(model: str, run_dir: str, steps_before: int, overrides: list[
         message = str(error)
     after = exported(actor)
     return message, all((before[name] == after[name]).all() for name in before), actor.version
-
-
-def save_on_a_full_disk(model: str, run_dir: str):
-    """The error of a checkpoint that does not fit, and what the run directory holds after it."""
-    import resource
-
-    from megatron_opo.errors import CheckpointError
-
-    actor = open_actor(model, run_dir, [])
-    _step(actor)
-    save(actor, {"row": 7})
-    _step(actor)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-    message = ""
-    try:
-        save(actor, {"row": 8})
-    except CheckpointError as error:
-        message = str(error)
-    return message

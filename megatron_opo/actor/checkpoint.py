@@ -8,7 +8,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron_opo.actor.optimizer_state import gathered_by_first_rank
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.random_state import restore_random_state
 from megatron_opo.actor.step import Actor
@@ -169,9 +170,10 @@ def sharded_state(actor: Actor, *, is_loading: bool) -> dict[str, Any]:
     for i, module in enumerate(actor.modules):
         state[f"model{i}"] = module.sharded_state_dict(metadata=METADATA)
     models = state["model0"] if len(actor.modules) == 1 else state
-    state["optimizer"] = actor.optimizer.sharded_state_dict(
-        models, is_loading=is_loading, metadata=METADATA
-    )
+    with nullcontext() if is_loading else gathered_by_first_rank(_parts(actor)):
+        state["optimizer"] = actor.optimizer.sharded_state_dict(
+            models, is_loading=is_loading, metadata=METADATA
+        )
     return state
 
 

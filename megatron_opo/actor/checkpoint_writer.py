@@ -164,26 +164,34 @@ class CheckpointWriter:
 
     def _together(self, partial: Path, stage: Callable[[], object]) -> None:
         """Run a stage on all ranks; an error of any of them is a CheckpointError of all."""
-        error = None
+        error, reason = None, None
         try:
             stage()
         except Exception as caught:
-            error = caught
+            error, reason = caught, _reason(caught, self.recipe.run_path)
         reasons: list[str | None] = [None] * self.parallel.world_size
-        reason = error and (str(error).strip() or repr(error)).splitlines()[-1]
         dist.all_gather_object(reasons, reason, group=self.parallel.control)
-        failed = [rank for rank, reason in enumerate(reasons) if reason]
+        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         if not failed:
             return
-        # The writer's own words do not always say that the disk is full.
-        free_mb = shutil.disk_usage(self.recipe.run_path).free / 1e6
         if self.driver.is_here:
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {partial}: cannot be written (rank {failed[0]}: {reasons[failed[0]]}; "
-            f"{free_mb:,.0f} MB were free there); earlier checkpoints are untouched. Free space or "
-            "change run_dir, and start again"
+            f"checkpoint {partial}: cannot be written ({failed[0]}); earlier checkpoints are "
+            "untouched. Free space or change run_dir, and start again"
         ) from error
+
+
+def _reason(error: BaseException, run_path: Path) -> str:
+    """In one line. A full disk is seldom in the words of the error that it ends in."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    first = next((cause for cause in causes if isinstance(cause, OSError)), error)
+    text = (str(first).strip() or repr(first)).splitlines()[-1]
+    with suppress(OSError):
+        text += f"; {shutil.disk_usage(run_path).free / 1e6:,.0f} MB were free there"
+    return text
 
 
 @dataclass(frozen=True)
