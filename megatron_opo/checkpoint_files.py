@@ -109,6 +109,8 @@ def read_checksums(directory: Path) -> dict[str, str] | None:
         digests = {}
         for line in lines:
             value, name = line.split("  ", 1)
+            if Path(name).name != name:
+                raise ValueError(f"it names {name!r}")
             digests[name] = value
     except FileNotFoundError:
         return None
@@ -160,12 +162,22 @@ def to_drop(
 
 
 def drop_old(run_path: Path, *, keep: int, keep_every: int, best: int | None) -> None:
-    """Remove checkpoints that need not be kept. Raises OSError."""
+    """Remove checkpoints that need not be kept.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
     directories = {step_of(path): path for path in complete_checkpoints(run_path)}
     for step in to_drop(list(directories), keep=keep, keep_every=keep_every, best=best):
-        # Half of one must not pass for a checkpoint.
-        doomed = directories[step].rename(_free_name(directories[step], PARTIAL))
-        shutil.rmtree(doomed)
+        try:
+            # Half of one must not pass for a checkpoint.
+            doomed = directories[step].rename(_free_name(directories[step], PARTIAL))
+            shutil.rmtree(doomed)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {directories[step]} is to be dropped (checkpoint.keep={keep}) and "
+                f"cannot be removed ({error}): remove it yourself, and start again"
+            ) from error
 
 
 def set_aside(directory: Path) -> Path:

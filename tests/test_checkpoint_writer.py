@@ -285,14 +285,14 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(model, tmp_
     steps = [run_dir / CHECKPOINTS / f"step_{step}" for step in (1, 2, 3)]
     shutil.copytree(steps[0], tmp_path / "old")
     flip(steps[2] / "__1_0.distcp")
-    (steps[1] / "__0_1.distcp").unlink()
+    (steps[1] / "__0_0.distcp").unlink()
     tp2 = ["actor.tensor_parallel=2"]
     first, second = run_ranks(2, resume, model, str(run_dir), tp2)
     assert first == second
     version, trained, damaged, unverified = first
     assert (version, trained, unverified) == (1, 2, False)
     assert damaged["step_3"].startswith("__1_0.distcp is damaged (sha256 ")
-    assert damaged["step_2"] == "__0_1.distcp is missing"
+    assert damaged["step_2"] == "__0_0.distcp is missing"
     # What the last one says of itself is damaged.
     flip(steps[0] / "state.json")
     texts = run_ranks(2, resume, model, str(run_dir), tp2)

@@ -83,7 +83,10 @@ class CheckpointWriter:
         partial = partial_directory(self.recipe.run_path, actor.version)
         self.driver.run(lambda: check_attempt(self.recipe.run_path))
         self._together(partial, lambda: make_partial(partial) if self.driver.is_here else None)
-        plan = _plan(actor, partial)
+        try:
+            plan = _plan(actor, partial)
+        except OSError as error:
+            raise self._failed(partial, _reason(error, self.recipe.run_path)) from error
         contents = {
             "version": actor.version,
             "layout": layout_of(actor),
@@ -133,34 +136,34 @@ class CheckpointWriter:
         dist.gather_object(
             part, parts if self.driver.is_here else None, group=self.parallel.control
         )
-
-        def finish() -> None:
-            if not self.driver.is_here:
-                return
-            plan = writing.plan
-            assert plan.metadata is not None, "Megatron makes it on rank 0"
-            plan.writer.finish(plan.metadata, [part[0] for part in parts])
-            save_config(CheckpointingConfig("torch_dist", 1), str(writing.partial))
-            digests = {name: value for part in parts for name, value in part[1].items()}
-            final = self.recipe.run_path / CHECKPOINTS / f"step_{writing.version}"
-            state = json.dumps(writing.contents, indent=1).encode()
-            publish(writing.partial, final, digests, state)
-            best = writing.contents.get("best_eval")
-            keep = self.recipe.checkpoint
-            drop_old(
-                self.recipe.run_path,
-                keep=keep.keep,
-                keep_every=keep.keep_every,
-                best=best["step"] if best and keep.keep_best else None,
-            )
-
-        self._together(writing.partial, finish)
+        self._together(
+            writing.partial, lambda: self._publish(writing, parts) if self.driver.is_here else None
+        )
+        self.driver.run(lambda: self._drop_old(writing.contents))
         if not self.driver.is_here:
             return {}
         return {
             "timing_s/checkpoint_write": max(part[3] for part in parts),
             "checkpoint/bytes": float(sum(part[2] for part in parts)),
         }
+
+    def _publish(self, writing: "_Writing", parts: list[Any]) -> None:
+        plan = writing.plan
+        assert plan.metadata is not None, "Megatron makes it on rank 0"
+        plan.writer.finish(plan.metadata, [results for results, *_ in parts])
+        save_config(CheckpointingConfig("torch_dist", 1), str(writing.partial))
+        digests = {name: value for _, files, *_ in parts for name, value in files.items()}
+        final = self.recipe.run_path / CHECKPOINTS / f"step_{writing.version}"
+        publish(writing.partial, final, digests, json.dumps(writing.contents, indent=1).encode())
+
+    def _drop_old(self, contents: dict[str, Any]) -> None:
+        config, best = self.recipe.checkpoint, contents.get("best_eval")
+        drop_old(
+            self.recipe.run_path,
+            keep=config.keep,
+            keep_every=config.keep_every,
+            best=best["step"] if best and config.keep_best else None,
+        )
 
     def _together(self, partial: Path, stage: Callable[[], object]) -> None:
         """Run a stage on all ranks; an error of any of them is a CheckpointError of all."""
@@ -176,10 +179,13 @@ class CheckpointWriter:
             return
         if self.driver.is_here:
             shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint {partial}: cannot be written ({failed[0]}); earlier checkpoints are "
+        raise self._failed(partial, failed[0]) from error
+
+    def _failed(self, partial: Path, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {partial}: cannot be written ({reason}); earlier checkpoints are "
             "untouched. Free space or change run_dir, and start again"
-        ) from error
+        )
 
 
 def _reason(error: BaseException, run_path: Path) -> str:

@@ -48,7 +48,7 @@ def _whole_state(optimizer: Any, **_: Any) -> dict[int, dict[Any, dict[str, _Spa
     for index, (buffer, ranges) in enumerate(
         zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)
     ):
-        (dtype, buckets), *_ = ranges.items()
+        dtype, buckets = next(iter(ranges.items()))
         if optimizer.data_parallel_group.size() == 1:
             spans = _own(optimizer, buffer)
         else:
