@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def model(tmp_path_factory):
 
 @contextmanager
 def held_writing():
-    """The files of a checkpoint are begun when the block ends, not before."""
+    """The files of a checkpoint are begun when the block ends, or what it gives is set."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     original, may_write = FileSystemWriterAsync.write_preloaded_data, threading.Event()
@@ -48,7 +49,7 @@ def held_writing():
 
     FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
     try:
-        yield
+        yield may_write
     finally:
         may_write.set()
         FileSystemWriterAsync.write_preloaded_data = staticmethod(original)
@@ -92,6 +93,9 @@ def train_beside_a_held_checkpoint(model: str, run_dir: str, overrides: list[str
                 actor.memory.take_back()
             assert writer.poll() == {}
         assert complete_checkpoints(actor.recipe.run_path) == []
+    # Nobody asks for it: a rollout may go on for long.
+    while not complete_checkpoints(actor.recipe.run_path):
+        time.sleep(0.01)
     metrics = writer.wait()
     assert not any(torch.equal(a, b) for a, b in zip(before, state_of(actor), strict=True))
     checkpoint = latest_checkpoint(actor.recipe.run_path)
@@ -115,19 +119,22 @@ def test_training_meanwhile_changes_nothing_of_what_is_written(layout, model, tm
 
 
 def save_often(model: str, run_dir: str):
-    """Which checkpoints there are after each of six."""
+    """Which checkpoints there are before each of six, and after the last."""
     keep = ["checkpoint.keep=1", "checkpoint.keep_every=3", "checkpoint.keep_best=true"]
     actor = open_actor(model, run_dir, keep)
     writer, found = open_writer(actor), []
     best = {"metric": "eval/avg@1", "value": 0.5, "step": 2}
+
+    def look() -> dict:
+        found.append([path.name for path in complete_checkpoints(actor.recipe.run_path)])
+        return {"cursor": {}, "best_eval": best, "wandb_id": "abc"}
+
     _step(actor)
     for version in range(1, 7):
         actor.version = version
-        # Each waits for the one before.
-        writer.start(actor, lambda: {"cursor": {}, "best_eval": best, "wandb_id": "abc"})
-        found.append([path.name for path in complete_checkpoints(actor.recipe.run_path)])
+        writer.start(actor, look)  # which is asked when the one before is complete
     writer.wait()
-    found.append([path.name for path in complete_checkpoints(actor.recipe.run_path)])
+    look()
     newest = latest_checkpoint(actor.recipe.run_path)
     assert newest is not None and newest.best_eval is not None
     return found, newest.best_eval.step, newest.wandb_id
@@ -142,33 +149,31 @@ def test_the_newest_the_best_and_every_third_are_kept(model, tmp_path):
     assert (best, wandb_id) == (2, "abc")
 
 
-def end_with(model: str, run_dir: str, all_ranks: bool):
-    """An error while a checkpoint is written: of all ranks, or of one that meets it alone."""
+def end_with(model: str, run_dir: str, interrupted: bool):
+    """An error while a checkpoint is written, or on rank 0 an interrupt."""
     actor = open_actor(model, run_dir, ["actor.data_parallel=2"])
     _step(actor)
-    error = DataError if all_ranks or actor.parallel.rank == 1 else KeyboardInterrupt
-    with pytest.raises(error), open_writer(actor) as writer, held_writing():
+    error = KeyboardInterrupt if interrupted and actor.parallel.rank == 0 else DataError
+    with pytest.raises(error), held_writing() as may_write, open_writer(actor) as writer:
         writer.start(actor, lambda: {"cursor": {}})
+        if error is DataError:
+            may_write.set()
+        else:
+            give_up = writer._writing.give_up
+            writer._writing.give_up = lambda: (give_up(), may_write.set())
         raise error("no more prompts")
     return threading.active_count()
 
 
 def test_an_error_that_all_ranks_meet_completes_what_is_being_written(model, tmp_path):
-    assert run_ranks(2, end_with, model, str(tmp_path / "run"), True) == [1, 1]
+    assert run_ranks(2, end_with, model, str(tmp_path / "run"), False) == [1, 1]
     assert latest_checkpoint(tmp_path / "run").version == 1
 
 
-def test_otherwise_it_is_given_up(model, tmp_path):
-    run_ranks(2, end_alone, model, str(tmp_path / "run"))
+def test_an_error_of_another_kind_gives_it_up(model, tmp_path):
+    assert run_ranks(2, end_with, model, str(tmp_path / "run"), True) == [1, 1]
     assert latest_checkpoint(tmp_path / "run") is None
     assert [path.name for path in (tmp_path / "run" / CHECKPOINTS).iterdir()] == ["step_1.partial"]
-
-
-def end_alone(model: str, run_dir: str):
-    from megatron_opo.actor import checkpoint_writer
-
-    checkpoint_writer.PARTING_S = 1
-    return end_with(model, run_dir, False)
 
 
 def die_while_writing(model: str, run_dir: str):

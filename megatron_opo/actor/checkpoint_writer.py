@@ -1,8 +1,8 @@
 """Writes checkpoints while training goes on.
 
 What a checkpoint holds is copied to the host at once, which training waits for. A thread of each
-rank writes the copy; when all are done, which the ranks find out together between two steps, rank 0
-completes the directory (`checkpoint_files`).
+rank writes the copy; when all are done, that of rank 0 completes the directory
+(`checkpoint_files`). How it went the ranks find out together between two steps.
 """
 
 import inspect
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -53,16 +53,16 @@ from megatron_opo.runs import CHECKPOINTS, check_attempt
 from megatron_opo.spmd import Driver
 from megatron_opo.weights.streaming import flush_to_disk
 
-# How long ranks that end with an error wait for each other before they give a checkpoint up.
-PARTING_S = 30
+# How much longer than the first rank the last one may write.
+TIMEOUT = timedelta(hours=1)
 
 
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time.
 
-    All ranks call its methods together. A failure on any of them is a CheckpointError on all.
-    Use it as a context manager: when the block ends by an error that all ranks meet, what is being
-    written is completed; otherwise given up.
+    All ranks construct it and call its methods together. A failure on any of them is a
+    CheckpointError on all. Use it as a context manager: when the block ends by an error that a user
+    may meet, what is being written is completed; otherwise given up.
     """
 
     def __init__(self, recipe: Recipe, driver: Driver, parallel: Parallel, version: int):
@@ -72,6 +72,9 @@ class CheckpointWriter:
         self.driver = driver
         self.parallel = parallel
         self.version = version
+        # Of the threads that write: they agree with each other while training does so, too.
+        group: Any = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._group: dist.ProcessGroup = group
         self._writing: _Writing | None = None
 
     def start(self, actor: Actor, state: Callable[[], dict[str, Any]]) -> None:
@@ -82,11 +85,13 @@ class CheckpointWriter:
         self.wait()
         partial = partial_directory(self.recipe.run_path, actor.version)
         self.driver.run(lambda: check_attempt(self.recipe.run_path))
-        self._together(partial, lambda: make_partial(partial) if self.driver.is_here else None)
+        with _on_all_ranks(partial, self.parallel.control):
+            if self.driver.is_here:
+                make_partial(partial)
         try:
             plan = _plan(actor, partial)
         except OSError as error:
-            raise self._failed(partial, _reason(error, self.recipe.run_path)) from error
+            raise _failed(partial, _reason(error, partial)) from error
         contents = {
             "version": actor.version,
             "layout": layout_of(actor),
@@ -94,101 +99,70 @@ class CheckpointWriter:
         }
         if self.driver.is_here:
             contents |= state()
-        self._writing = _Writing(actor.version, partial, plan, contents, self.parallel.rank)
+        self._writing = _Writing(self.recipe, partial, plan, contents, self._group)
         self._writing.start()
         self.version = actor.version
 
     def poll(self) -> dict[str, float]:
-        """Complete the checkpoint if every rank has written its part; never waits for that.
+        """Whether what was begun is complete; never waits for that.
 
-        Returns metrics on rank 0 then, else {}: timing_s/checkpoint_write, the seconds from its
-        start to the last rank's last byte, and checkpoint/bytes.
+        Returns metrics on rank 0 if it is, once, else {}: timing_s/checkpoint_write, the seconds
+        from its start to the last rank's last byte, and checkpoint/bytes.
         """
         if self._writing is None:
             return {}
         done = torch.tensor([not self._writing.is_alive()])
         dist.all_reduce(done, dist.ReduceOp.MIN, group=self.parallel.control)
-        return self._complete() if done.item() else {}
+        return self.wait() if done.item() else {}
 
     def wait(self) -> dict[str, float]:
         """As `poll`, but when it is done."""
-        return {} if self._writing is None else self._complete()
+        if self._writing is None:
+            return {}
+        writing, self._writing = self._writing, None
+        writing.join()
+        if writing.error is not None:
+            raise writing.error
+        return writing.metrics
 
     def __enter__(self) -> "CheckpointWriter":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if self._writing is not None and isinstance(error, OpoError):
-            with suppress(OpoError, RuntimeError):
-                dist.monitored_barrier(self.parallel.control, timedelta(seconds=PARTING_S))
-                self.wait()
         if self._writing is not None:
-            self._writing.give_up()
-
-    def _complete(self) -> dict[str, float]:
-        writing, self._writing = self._writing, None
-        assert writing is not None
-        writing.join()
-        self._together(writing.partial, writing.raise_error)
-        self.driver.run(lambda: check_attempt(self.recipe.run_path))
-        parts: list[Any] = [None] * self.parallel.world_size
-        part = (writing.results, writing.digests, writing.bytes, writing.seconds)
-        dist.gather_object(
-            part, parts if self.driver.is_here else None, group=self.parallel.control
-        )
-        self._together(
-            writing.partial, lambda: self._publish(writing, parts) if self.driver.is_here else None
-        )
-        self.driver.run(lambda: self._drop_old(writing.contents))
-        if not self.driver.is_here:
-            return {}
-        return {
-            "timing_s/checkpoint_write": max(part[3] for part in parts),
-            "checkpoint/bytes": float(sum(part[2] for part in parts)),
-        }
-
-    def _publish(self, writing: "_Writing", parts: list[Any]) -> None:
-        plan = writing.plan
-        assert plan.metadata is not None, "Megatron makes it on rank 0"
-        plan.writer.finish(plan.metadata, [results for results, *_ in parts])
-        save_config(CheckpointingConfig("torch_dist", 1), str(writing.partial))
-        digests = {name: value for _, files, *_ in parts for name, value in files.items()}
-        final = self.recipe.run_path / CHECKPOINTS / f"step_{writing.version}"
-        publish(writing.partial, final, digests, json.dumps(writing.contents, indent=1).encode())
-
-    def _drop_old(self, contents: dict[str, Any]) -> None:
-        config, best = self.recipe.checkpoint, contents.get("best_eval")
-        drop_old(
-            self.recipe.run_path,
-            keep=config.keep,
-            keep_every=config.keep_every,
-            best=best["step"] if best and config.keep_best else None,
-        )
-
-    def _together(self, partial: Path, stage: Callable[[], object]) -> None:
-        """Run a stage on all ranks; an error of any of them is a CheckpointError of all."""
-        error, reason = None, None
-        try:
-            stage()
-        except Exception as caught:
-            error, reason = caught, _reason(caught, self.recipe.run_path)
-        reasons: list[str | None] = [None] * self.parallel.world_size
-        dist.all_gather_object(reasons, reason, group=self.parallel.control)
-        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
-        if not failed:
-            return
-        if self.driver.is_here:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise self._failed(partial, failed[0]) from error
-
-    def _failed(self, partial: Path, reason: str) -> CheckpointError:
-        return CheckpointError(
-            f"checkpoint {partial}: cannot be written ({reason}); earlier checkpoints are "
-            "untouched. Free space or change run_dir, and start again"
-        )
+            if not isinstance(error, OpoError):
+                self._writing.give_up()
+            self._writing.join()
 
 
-def _reason(error: BaseException, run_path: Path) -> str:
+@contextmanager
+def _on_all_ranks(partial: Path, group: dist.ProcessGroup) -> Iterator[None]:
+    """A block of all ranks that ends with a CheckpointError on all if it fails on any."""
+    error, reason = None, None
+    try:
+        yield
+    except Exception as caught:
+        error, reason = caught, _reason(caught, partial)
+    reasons: list[str | None] = [None] * group.size()
+    dist.all_gather_object(reasons, reason, group=group)
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+    if not failed:
+        return
+    if group.rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    if isinstance(error, OpoError):
+        raise error
+    raise _failed(partial, failed[0]) from error
+
+
+def _failed(partial: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {partial}: cannot be written ({reason}); earlier checkpoints are untouched. "
+        "Free space or change run_dir, and start again"
+    )
+
+
+def _reason(error: BaseException, partial: Path) -> str:
     """In one line. A full disk is seldom in the words of the error that it ends in."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
@@ -196,8 +170,18 @@ def _reason(error: BaseException, run_path: Path) -> str:
     first = next((cause for cause in causes if isinstance(cause, OSError)), error)
     text = (str(first).strip() or repr(first)).splitlines()[-1]
     with suppress(OSError):
-        text += f"; {shutil.disk_usage(run_path).free / 1e6:,.0f} MB were free there"
+        text += f"; {shutil.disk_usage(partial.parents[1]).free / 1e6:,.0f} MB were free there"
     return text
+
+
+@dataclass
+class _Part:
+    """What a rank has written: Megatron's account of it, and digests by file name."""
+
+    results: list[Any] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -265,54 +249,83 @@ def _live_storages(actor: Actor) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-class _GivenUp(Exception):
+class _GivenUp(BaseException):
     """Ends the thread that writes."""
 
 
 class _Writing(threading.Thread):
-    """This rank's part of a checkpoint on its way to the disk."""
+    """A checkpoint on its way to the disk: this rank's part, and on rank 0 what makes it whole.
+
+    When it has ended, `error` or `metrics` (on rank 0) say how.
+    """
 
     def __init__(
-        self, version: int, partial: Path, plan: _Plan, contents: dict[str, Any], rank: int
+        self,
+        recipe: Recipe,
+        partial: Path,
+        plan: "_Plan",
+        contents: dict[str, Any],
+        group: dist.ProcessGroup,
     ):
-        super().__init__(name=f"checkpoint of step {version}")
-        self.version = version
+        super().__init__(name=f"writes {partial.name}")
+        self.recipe = recipe
         self.partial = partial
         self.plan = plan
         self.contents = contents
-        self.digests: dict[str, str] = {}
-        self.results: list[Any] = []
-        self.bytes = 0
-        self.seconds = 0.0
-        self._small = {random_state_file(rank): json.dumps(random_state()).encode()}
-        self._error: BaseException | None = None
+        self.group = group
+        self.error: BaseException | None = None
+        self.metrics: dict[str, float] = {}
+        self._random = json.dumps(random_state()).encode()
+        self._part = _Part()
         self._given_up = threading.Event()
-        self._begun = time.monotonic()
 
     def run(self) -> None:
         try:
-            self._write()
+            begun = time.monotonic()
+            with _on_all_ranks(self.partial, self.group):
+                self._write()
+            self._part.seconds = time.monotonic() - begun
+            is_first = self.group.rank() == 0
+            parts: list[Any] = [None] * self.group.size()
+            dist.gather_object(self._part, parts if is_first else None, group=self.group)
+            with _on_all_ranks(self.partial, self.group):
+                if is_first:
+                    check_attempt(self.recipe.run_path)
+                    self._publish(parts)
+                    self.metrics = {
+                        "timing_s/checkpoint_write": max(part.seconds for part in parts),
+                        "checkpoint/bytes": float(sum(part.bytes for part in parts)),
+                    }
         except BaseException as error:
-            self._error = error
-        self.seconds = time.monotonic() - self._begun
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+            self.error = error
 
     def give_up(self) -> None:
         """End soon, with what is written left as it is."""
         self._given_up.set()
-        self.join()
+
+    def _publish(self, parts: "list[_Part]") -> None:
+        assert self.plan.metadata is not None, "Megatron makes it on rank 0"
+        self.plan.writer.finish(self.plan.metadata, [part.results for part in parts])
+        save_config(CheckpointingConfig("torch_dist", 1), str(self.partial))
+        digests = {name: value for part in parts for name, value in part.digests.items()}
+        final = self.recipe.run_path / CHECKPOINTS / f"step_{self.contents['version']}"
+        publish(self.partial, final, digests, json.dumps(self.contents, indent=1).encode())
+        config, best = self.recipe.checkpoint, self.contents.get("best_eval")
+        drop_old(
+            self.recipe.run_path,
+            keep=config.keep,
+            keep_every=config.keep_every,
+            best=best["step"] if best and config.keep_best else None,
+        )
 
     def _write(self) -> None:
         while self.plan.buckets:
             path, name, (objects, tensors) = self.plan.buckets.pop()
-            self.results += self._write_bucket(path, name, objects, tensors)
+            self._part.results += self._write_bucket(path, name, objects, tensors)
             self._wrote(Path(path))
-        for name, data in self._small.items():
-            write_durably(self.partial / name, data)
-            self._wrote(self.partial / name)
+        path = self.partial / random_state_file(self.group.rank())
+        write_durably(path, self._random)
+        self._wrote(path)
         flush_to_disk([self.partial])
 
     def _write_bucket(self, path: str, name: str, objects: list, tensors: deque) -> list[Any]:
@@ -335,9 +348,9 @@ class _Writing(threading.Thread):
         """Each is freed when it is written."""
         while tensors:
             if self._given_up.is_set():
-                raise _GivenUp("given up")
+                raise _GivenUp
             yield tensors.popleft()
 
     def _wrote(self, path: Path) -> None:
-        self.digests[path.name] = digest(path)
-        self.bytes += path.stat().st_size
+        self._part.digests[path.name] = digest(path)
+        self._part.bytes += path.stat().st_size
