@@ -2,13 +2,15 @@
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_opo.advantages.advice import contradictions
 from megatron_opo.batch import Group, PackedBatch, Prompt, pack
+from megatron_opo.checkpoint_files import Found, remove_leftovers, set_aside
 from megatron_opo.dynamic_sampling import Drawn, draw_metrics
 from megatron_opo.environment import versions
+from megatron_opo.observe.metrics import eval_metrics
 from megatron_opo.observe.run_log import RunLog
 from megatron_opo.prompts import (
     PromptCursor,
@@ -31,7 +33,7 @@ from megatron_opo.rollout import (
 )
 from megatron_opo.runs import (
     ATTEMPT_VARIABLE,
-    Checkpoint,
+    BestEval,
     changed_fields,
     check_attempt,
     only_run,
@@ -55,6 +57,7 @@ class Desk:
     rollout: Rollout
     stop: StopRequest
     resources: ExitStack
+    best_eval: BestEval | None = None
     drawn: Drawn = field(default_factory=lambda: Drawn([], [], 0))
     samplings: list[RolloutStats] = field(default_factory=list)
 
@@ -76,6 +79,22 @@ class Desk:
 
     def _show_wait(self, server: Server, seconds: float, last_line: str) -> None:
         self.log.advance(seconds, None, f"waiting for {server.name} to load: {last_line}")
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {
+            "cursor": self.cursor.state(),
+            "best_eval": asdict(self.best_eval) if self.best_eval else None,
+            "wandb_id": self.log.wandb_id,
+        }
+
+    def log_eval(self, version: int, groups: list[Group]) -> None:
+        metrics = eval_metrics(groups)
+        name, value = next(item for item in metrics.items() if item[0].startswith("eval/avg@"))
+        if self.best_eval is None or value > self.best_eval.value:
+            self.best_eval = BestEval(name, value, version)
+        metrics |= {"eval/best": self.best_eval.value, "eval/best_step": self.best_eval.step}
+        self.log.eval(version, metrics)
 
     def start_step(self) -> None:
         check_attempt(self.recipe.run_path)
@@ -185,16 +204,17 @@ def open_desk(
     recipe: Recipe,
     hf_config: dict,
     device: str,
-    checkpoint: Checkpoint | None,
+    found: Found,
     shared: SharedBucket | None,
 ) -> Desk:
     """Load the data, start reward workers, and start servers without waiting for them.
 
     Args:
         device: "cpu" or "cuda", for the servers.
-        checkpoint: what the run resumes from.
+        found: what the run resumes from, and what it does not.
         shared: what weights are sent by, where that is shared memory.
     """
+    checkpoint = found.checkpoint
     tokenizer = load_tokenizer(recipe.model.path)
     check_tokenizer(tokenizer, hf_config["vocab_size"])
     train_prompts = load_prompts(recipe.data.train, recipe.data, tokenizer, "train")
@@ -209,6 +229,8 @@ def open_desk(
     with ExitStack() as resources:
         if ATTEMPT_VARIABLE not in os.environ:
             resources.enter_context(only_run(recipe.run_path))
+        remove_leftovers(recipe.run_path)
+        aside = {set_aside(path): problem for path, problem in found.damaged.items()}
         log = RunLog(
             recipe.run_path,
             recipe_text=dump_recipe(recipe),
@@ -216,15 +238,20 @@ def open_desk(
             total_steps=recipe.train.steps,
             wandb_project=recipe.log.wandb_project,
             samples_per_step=recipe.log.samples_per_step,
-            first_step=checkpoint.version if checkpoint else 0,
+            first_step=found.version,
             attempt=os.environ.get(ATTEMPT_VARIABLE),
+            wandb_id=checkpoint.wandb_id if checkpoint else None,
         )
         resources.enter_context(log)
+        for path, problem in aside.items():
+            log.warn(f"a checkpoint is damaged, and now {path}: {problem}")
         log.summary(summary_rows(recipe, hf_config, train_prompts, eval_prompts))
         for contradiction in contradictions(recipe):
             log.warn(contradiction)
         if checkpoint is not None:
             log.note(f"resuming from {checkpoint.directory}")
+            if found.unverified:
+                log.warn("it was written without checksums: its files could not be verified")
             for change in changed_fields(checkpoint.recipe, recipe):
                 log.warn(f"the recipe changed since then: {change}")
         rewards = RewardPool(recipe.reward)
@@ -251,6 +278,7 @@ def open_desk(
             rollout,
             resources.enter_context(StopRequest()),
             resources.pop_all(),
+            checkpoint.best_eval if checkpoint else None,
         )
 
 

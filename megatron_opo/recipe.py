@@ -367,7 +367,14 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every: NonNegativeInt = Field(default=0, description="steps between checkpoints; 0: at end")
-    keep: PositiveInt = 2
+    keep: PositiveInt = Field(default=2, description="newest checkpoints that are kept")
+    keep_every: NonNegativeInt = Field(
+        default=0, description="those of steps that this divides are kept, too; 0: none"
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="that of the step with the best evaluation is kept, too, if there was one",
+    )
     export_hf: bool = Field(default=True, description="write a Hugging Face model at the end")
     export_hf_every: NonNegativeInt = Field(
         default=0, description="steps between Hugging Face models, hf/step_N; 0: none"

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,26 @@ ATTEMPT_VARIABLE = "MEGATRON_OPO_ATTEMPT"
 
 
 @dataclass(frozen=True)
+class BestEval:
+    """The best mean reward of an evaluation so far, under the name of its metric, and its step."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. `cursor` is the prompt cursor's state, `recipe` what was run."""
+    """A complete checkpoint. `cursor` is the prompt cursor's state, `recipe` what was run and
+    `layout` on what ranks; {} and None stand for what an older one does not say."""
 
     directory: Path
     version: int
     cursor: dict[str, Any]
     recipe: dict[str, Any]
+    layout: dict[str, Any] = field(default_factory=dict)
+    best_eval: BestEval | None = None
+    wandb_id: str | None = None
 
 
 def complete_checkpoints(run_path: Path) -> list[Path]:
@@ -36,12 +49,16 @@ def complete_checkpoints(run_path: Path) -> list[Path]:
     root = run_path / CHECKPOINTS
     if not root.is_dir():
         return []
-    steps = {
-        int(match[1]): path
+    found = [
+        path
         for path in root.iterdir()
-        if (match := re.fullmatch(r"step_(\d+)", path.name)) and (path / STATE_FILE).exists()
-    }
-    return [steps[step] for step in sorted(steps)]
+        if re.fullmatch(r"step_\d+", path.name) and (path / STATE_FILE).exists()
+    ]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def exports(run_path: Path) -> list[Path]:
@@ -56,28 +73,45 @@ def exports(run_path: Path) -> list[Path]:
 
 
 def latest_checkpoint(run_path: Path) -> Checkpoint | None:
-    """The newest complete checkpoint of a run.
+    """The newest complete checkpoint of a run whose state file can be read.
+
+    Raises:
+        CheckpointError: there are checkpoints, and not one such.
+    """
+    problems = []
+    for directory in reversed(complete_checkpoints(run_path)):
+        try:
+            return read_checkpoint(directory)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(
+            "\n".join([*problems, f"{run_path} has no other checkpoint; --fresh starts anew"])
+        )
+    return None
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """What a complete checkpoint says of itself.
 
     Raises:
         CheckpointError: its state file cannot be read.
     """
-    found = complete_checkpoints(run_path)
-    if not found:
-        return None
-    path = found[-1] / STATE_FILE
     try:
-        state = json.loads(path.read_text())
+        state = json.loads((directory / STATE_FILE).read_text())
+        best = state.get("best_eval")
         return Checkpoint(
-            found[-1],
+            directory,
             version=int(state["version"]),
             cursor=dict(state["cursor"]),
             recipe=dict(state["recipe"]),
+            layout=dict(state.get("layout", {})),
+            best_eval=BestEval(**best) if best else None,
+            wandb_id=state.get("wandb_id"),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"checkpoint {found[-1]}: {STATE_FILE} cannot be used "
-            f"({type(error).__name__}: {error}); move the directory away to resume from the one "
-            "before it"
+            f"checkpoint {directory}: {STATE_FILE} cannot be used ({type(error).__name__}: {error})"
         ) from None
 
 

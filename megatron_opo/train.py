@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_opo.actor.checkpoint import load_checkpoint, save_checkpoint
+from megatron_opo.actor.checkpoint import find_whole_checkpoint, load_checkpoint
+from megatron_opo.actor.checkpoint_writer import CheckpointWriter
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.step import Actor, Scores
 from megatron_opo.advantages import (
@@ -31,12 +32,12 @@ from megatron_opo.desk import Desk, open_desk
 from megatron_opo.dynamic_sampling import draw_groups, has_signal
 from megatron_opo.errors import CheckpointError
 from megatron_opo.model_fit import check_model
-from megatron_opo.observe.metrics import eval_metrics, rollout_metrics
+from megatron_opo.observe.metrics import rollout_metrics
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import SharedBucket, share_over_nodes
-from megatron_opo.runs import EXPORTS, Checkpoint, exports, latest_checkpoint
+from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver
 from megatron_opo.weights.export import export_hf, largest_tensor
 from megatron_opo.weights.load import load_hf, load_megatron
@@ -50,25 +51,27 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
     """
     driver = Driver(parallel.rank, parallel.control)
     hf_config = check_model(recipe)
-    checkpoint = latest_checkpoint(recipe.run_path)
+    found = find_whole_checkpoint(recipe.run_path, parallel)
     device = parallel.device.type
     shared = open_shared_bucket(recipe, hf_config, parallel)
-    desk = driver.run(lambda: open_desk(recipe, hf_config, device, checkpoint, shared))
-    with desk or nullcontext():
-        actor = start(recipe, hf_config, parallel, driver, desk, checkpoint, shared)
+    desk = driver.run(lambda: open_desk(recipe, hf_config, device, found, shared))
+    checkpoints = CheckpointWriter(recipe, driver, parallel, found.version)
+    with desk or nullcontext(), checkpoints:
+        actor = start(recipe, hf_config, parallel, driver, desk, found.checkpoint, shared)
         check_probe(actor, desk, driver)
         if recipe.eval.at_start and actor.version == 0:
             driver.run(lambda: evaluate(desk, version=0))
 
         while (step := actor.version) < recipe.train.steps:
             batch = driver.run(lambda: collect(desk, version=step))
+            metrics = checkpoints.poll()
             if is_asked_to_stop(desk, driver):
-                checkpoint_and_note(actor, desk, driver)
+                checkpoint_and_note(actor, desk, driver, checkpoints)
                 return False
             hand_over_to_trainer(actor, desk, driver)
             set_advantages(batch, actor, desk, driver)
             with phase(desk, "update"):
-                metrics = actor.update(batch, version=step)
+                metrics |= actor.update(batch, version=step)
             hand_over_to_servers(actor, desk)
             metrics |= sync(actor, desk, driver, shared)
             driver.run(lambda: log_step(desk, batch, metrics, version=step))  # noqa: B023
@@ -77,11 +80,12 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
                 driver.run(lambda: evaluate(desk, version=actor.version))
             if is_due(recipe.checkpoint.every, actor.version) or done:
                 with phase(desk, "checkpoint"):
-                    save_checkpoint(actor, recipe, driver, lambda: desk.cursor.state())
+                    checkpoints.start(actor, lambda: desk.state())
             at_end = done and recipe.checkpoint.export_hf
             if is_due(recipe.checkpoint.export_hf_every, actor.version) and not at_end:
                 export(actor, desk, driver, required=False)
 
+        finish_checkpoint(desk, checkpoints)
         driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
         if recipe.checkpoint.export_hf:
             export(actor, desk, driver, required=True)
@@ -122,17 +126,30 @@ def is_asked_to_stop(desk: Desk, driver: Driver) -> bool:
     return bool(driver.share(asked)[0])
 
 
-def checkpoint_and_note(actor: Actor, desk: Desk, driver: Driver) -> None:
-    latest = latest_checkpoint(actor.recipe.run_path)
-    if actor.version > (latest.version if latest else 0):
+def checkpoint_and_note(
+    actor: Actor, desk: Desk, driver: Driver, checkpoints: CheckpointWriter
+) -> None:
+    if actor.version > checkpoints.version:
         with phase(desk, "checkpoint"):
-            save_checkpoint(actor, actor.recipe, driver, lambda: desk.cursor.state())
+            checkpoints.start(actor, lambda: desk.state())
+    finish_checkpoint(desk, checkpoints)
     driver.run(
         lambda: desk.log.note(
             f"stopped after step {actor.version}, as asked (SIGUSR1); the same command goes on "
             "from there"
         )
     )
+
+
+def finish_checkpoint(desk: Desk, checkpoints: CheckpointWriter) -> None:
+    """Wait until what was begun is complete."""
+    with phase(desk, "checkpoint"):
+        metrics = checkpoints.wait()
+    if metrics:
+        desk.log.note(
+            f"checkpoint of step {checkpoints.version}: {metrics['checkpoint/bytes'] / 1e6:,.0f} "
+            f"MB written in {metrics['timing_s/checkpoint_write']:.1f} s"
+        )
 
 
 def load_start(actor: Actor) -> None:
@@ -266,7 +283,7 @@ def evaluate(desk: Desk, version: int) -> None:
     if groups is None:
         return
     desk.log.samples(version, groups, None, kind="eval")
-    desk.log.eval(version, eval_metrics(groups))
+    desk.log_eval(version, groups)
 
 
 def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version: int) -> None:

@@ -121,13 +121,24 @@ def _step(actor) -> dict[str, float]:
     return actor.update(batch, version=step)
 
 
+def open_writer(actor):
+    from megatron_opo.actor.checkpoint_writer import CheckpointWriter
+
+    return CheckpointWriter(actor.recipe, actor.driver, actor.parallel, 0)
+
+
+def save(actor, cursor: dict) -> None:
+    """A checkpoint, complete when this returns."""
+    writer = open_writer(actor)
+    writer.start(actor, lambda: {"cursor": cursor})
+    writer.wait()
+
+
 def train_and_save(model: str, run_dir: str, overrides: list[str]):
     """A step, a checkpoint, and the next step's metrics and weights."""
-    from megatron_opo.actor.checkpoint import save_checkpoint
-
     actor = open_actor(model, run_dir, overrides)
     _step(actor)
-    save_checkpoint(actor, actor.recipe, actor.driver, lambda: {"row": 7})
+    save(actor, {"row": 7})
     metrics = _step(actor)
     return {"metrics": metrics, "weights": exported(actor)}
 
@@ -162,23 +173,3 @@ def refused_update(model: str, run_dir: str, steps_before: int, overrides: list[
         message = str(error)
     after = exported(actor)
     return message, all((before[name] == after[name]).all() for name in before), actor.version
-
-
-def save_on_a_full_disk(model: str, run_dir: str):
-    """The error of a checkpoint that does not fit, and what the run directory holds after it."""
-    import resource
-
-    from megatron_opo.actor.checkpoint import save_checkpoint
-    from megatron_opo.errors import CheckpointError
-
-    actor = open_actor(model, run_dir, [])
-    _step(actor)
-    save_checkpoint(actor, actor.recipe, actor.driver, lambda: {"row": 7})
-    _step(actor)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-    message = ""
-    try:
-        save_checkpoint(actor, actor.recipe, actor.driver, lambda: {"row": 8})
-    except CheckpointError as error:
-        message = str(error)
-    return message

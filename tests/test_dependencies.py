@@ -12,6 +12,7 @@ ALLOWED = {
     "recipe": {"errors"},
     "model_fit": {"checkpoint_source", "errors", "recipe", "weights"},
     "runs": {"errors", "recipe"},
+    "checkpoint_files": {"errors", "runs", "weights"},
     "checkpoint_source": {"errors", "runs"},
     "convert": {"checkpoint_source", "convert_check", "errors", "weights"},
     "convert_check": {"actor", "errors", "weights"},
@@ -26,7 +27,7 @@ ALLOWED = {
     "observe": {"batch", "errors"},
     "rollout": BASE,
     "weights": BASE,
-    "actor": BASE | {"weights", "model_fit", "on_policy", "spmd", "runs"},
+    "actor": BASE | {"weights", "model_fit", "on_policy", "spmd", "runs", "checkpoint_files"},
     "dynamic_sampling": BASE,
     "launch": {"errors"},
     "plan": {"errors", "model_fit", "recipe", "weights"},
@@ -34,7 +35,7 @@ ALLOWED = {
     "preflight": BASE | {"cluster", "environment"},
     "node": BASE | {"cluster", "launch", "preflight", "rollout", "runs"},
     "desk": BASE
-    | {"advantages", "dynamic_sampling"}
+    | {"advantages", "checkpoint_files", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "stop"},
     "train": BASE
     | {"actor", "advantages", "checkpoint_source", "desk", "dynamic_sampling", "model_fit"}

@@ -148,7 +148,7 @@ def test_models_are_exported_while_it_trains_and_the_newest_are_kept(project, fi
     assert all(not torch.equal(third[name], last[name]) for name in last)
 
 
-def test_a_finished_run_says_so_and_more_steps_continue_it(project, finished):
+def test_a_finished_run_says_so_and_more_steps_continue_it_from_what_is_whole(project, finished):
     again = train(project)
     assert again.returncode == 0
     assert "already has all of its 4 steps" in again.stdout
@@ -161,6 +161,33 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(project, finished):
     assert steps[4]["critic/rewards/mean"] > steps[0]["critic/rewards/mean"] + 0.3
     assert steps[4]["on_policy/logprob_gap_max"] < 1e-4
     assert exported_steps(project) == ["step_4", "step_5"]
+    resume_from_the_one_before(project)
+
+
+def resume_from_the_one_before(project: Path) -> None:
+    """The checkpoint of step 5 is damaged: it is set aside, and step 5 runs again from step 4."""
+    run_path = project / "runs" / "letters"
+    checkpoints = run_path / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_4", "step_5"]
+    (checkpoints / "step_3.partial").mkdir()
+    file = checkpoints / "step_5" / "__0_0.distcp"
+    file.write_bytes(bytes(1) + file.read_bytes()[1:])
+    again = train(project, "train.steps=6", "checkpoint.every=1", "eval.at_end=false")
+    assert again.returncode == 0, again.stdout
+    aside = "a checkpoint is damaged, and now runs/letters/checkpoints/step_5.damaged: __0_0.distcp"
+    assert f"warning: {aside} is damaged (sha256 " in " ".join(again.stdout.split())
+    assert aside in (run_path / "run.log").read_text()
+    assert "resuming from runs/letters/checkpoints/step_4" in again.stdout
+    assert "DTensor" not in again.stdout
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step_5", "step_5.damaged", "step_6"]
+    steps = read_metrics(project, "train")
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[5]["timing_s/checkpoint_write"] > 0 and steps[5]["timing_s/checkpoint"] > 0
+    (*_, best) = read_metrics(project, "eval")
+    state = json.loads((checkpoints / "step_6" / "state.json").read_text())
+    expected = {"metric": "eval/avg@2", "value": best["eval/best"], "step": best["eval/best_step"]}
+    assert state["best_eval"] == expected and best["eval/best"] >= best["eval/avg@2"]
+    assert "checkpoint of step 6: " in again.stdout
 
 
 def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):

@@ -194,13 +194,12 @@ def test_any_slice_is_that_of_the_whole_tensor(data, models, converted):
 
 def train_a_step(model: str, run_dir: str, overrides: list[str]) -> dict | None:
     """On a rank: a training checkpoint, and the export of what is in it."""
-    from megatron_opo.actor.checkpoint import save_checkpoint
     from megatron_opo.weights.export import export_hf
-    from tests.actor_cases import _step, open_actor
+    from tests.actor_cases import _step, open_actor, save
 
     actor = open_actor(model, run_dir, overrides)
     _step(actor)
-    save_checkpoint(actor, actor.recipe, actor.driver, lambda: {})
+    save(actor, {})
     return dict(export_hf(actor.modules, actor.hf_config, actor.dtype))
 
 

@@ -413,6 +413,37 @@ def test_wandb_that_is_missing_is_explained(tmp_path, monkeypatch):
         open_log(tmp_path, wandb_project="mine")
 
 
+def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, monkeypatch):
+    started = []
+
+    class Wandb:
+        """What is asked of it; nothing can be sent from here."""
+
+        def init(self, **options):
+            started.append(options["id"])
+            return self
+
+        def define_metric(self, *_, **__):
+            pass
+
+        def finish(self, exit_code):
+            pass
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    with open_log(tmp_path, wandb_project="mine") as log:
+        first = log.wandb_id
+    with open_log(tmp_path, wandb_project="mine", first_step=2, wandb_id="other"):
+        pass
+    (tmp_path / "wandb_id.txt").unlink()
+    with open_log(tmp_path, wandb_project="mine", first_step=2, wandb_id=first):
+        pass
+    with open_log(tmp_path, wandb_project="mine") as log:
+        assert log.wandb_id not in (first, None), "a run that starts anew is another one"
+    assert started == [first, first, first, log.wandb_id]
+    with open_log(tmp_path, wandb_id="other", first_step=1) as log:
+        assert log.wandb_id == "other", "kept for when wandb is asked for again"
+
+
 # --- the terminal
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.actor_cases import _step, open_actor
+from tests.actor_cases import _step, open_actor, save
 from tests.models import tiny_qwen3
 from tests.ranks import run_ranks
 
@@ -35,7 +35,6 @@ def two_steps(model: str, run_dir: str, overrides: list[str]):
 
 def two_steps_and_memory_away_between(model: str, run_dir: str, overrides: list[str]):
     """The weights after, what was where meanwhile, and what a checkpoint of then goes on to."""
-    from megatron_opo.actor.checkpoint import save_checkpoint
     from megatron_opo.actor.offload import state_tensors
 
     actor = open_actor(model, run_dir, overrides)
@@ -57,7 +56,7 @@ def two_steps_and_memory_away_between(model: str, run_dir: str, overrides: list[
         "state_bytes": sum(t.nbytes for t in state),
         "weights_stayed": weights_of(actor) == weights,
     }
-    save_checkpoint(actor, actor.recipe, actor.driver, lambda: {"row": 7})
+    save(actor, {"row": 7})
     with pytest.raises(AssertionError, match="on the host"):
         _step(actor)
     actor.memory.take_back()

@@ -1,94 +1,92 @@
 """Checkpoints of a run: Megatron's sharded format for weights and optimizer, JSON for the rest.
 
-A checkpoint is written into `step_N.partial`, and renamed to `step_N` when every rank is done; so a
-directory with the final name is complete. It loads under another tensor, pipeline or data layout.
+A checkpoint loads under another tensor, pipeline or data layout. Before that every file is held
+against its checksum; one that is damaged is passed over for the one before it.
 """
 
 import json
-import os
-import queue
-import shutil
+import pickle
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron_opo.actor.optimizer_state import gathered_by_first_rank
+from megatron_opo.actor.parallel import Parallel
+from megatron_opo.actor.random_state import restore_random_state
 from megatron_opo.actor.step import Actor
+from megatron_opo.checkpoint_files import Found, problem_with, read_checksums, split_by_size
 from megatron_opo.errors import CheckpointError
-from megatron_opo.recipe import Recipe
-from megatron_opo.runs import (
-    CHECKPOINTS,
-    STATE_FILE,
-    Checkpoint,
-    check_attempt,
-    complete_checkpoints,
-)
-from megatron_opo.spmd import Driver
+from megatron_opo.runs import Checkpoint, complete_checkpoints, read_checkpoint
+from megatron_opo.weights.chunk_file import read_chunk
 from megatron_opo.weights.torch_dist import read_metadata
 
 # The form of the optimizer state that loads under any layout.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def save_checkpoint(
-    actor: Actor, recipe: Recipe, driver: Driver, cursor_state: Callable[[], dict[str, Any]]
-) -> None:
-    """Write `checkpoints/step_N` of the run, then drop all but the newest `checkpoint.keep`."""
-    root = recipe.run_path / CHECKPOINTS
-    final = root / f"step_{actor.version}"
-    partial = root / f"step_{actor.version}.partial"
+def find_whole_checkpoint(run_path: Path, parallel: Parallel) -> Found:
+    """The newest checkpoint of a run all of whose files are as they were written. All ranks call it
+    together, and share the reading.
 
-    def prepare() -> None:
-        check_attempt(recipe.run_path)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
-    def finish() -> None:
-        state = {
-            "version": actor.version,
-            "cursor": cursor_state(),
-            "recipe": recipe.model_dump(mode="json"),
-        }
-        with open(partial / STATE_FILE, "w") as file:
-            json.dump(state, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        for old in complete_checkpoints(recipe.run_path)[: -recipe.checkpoint.keep]:
-            shutil.rmtree(old)
-
-    # Megatron would start a process only to hold this queue, which outlives a killed rank and which
-    # a signal to all processes of the job ends. Its writers report to this process as it is.
-    filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        driver.run(prepare)
-        dist_checkpointing.save(
-            _sharded_state(actor, is_loading=False), str(partial), content_metadata=_METADATA
-        )
-        dist.barrier(group=actor.parallel.control)
-        driver.run(finish)
-    except (OSError, CheckpointException) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[-1]
-        # The writer's own words do not always say that the disk is full.
-        free_mb = shutil.disk_usage(recipe.run_path).free / 1e6
-        if driver.is_here:
-            shutil.rmtree(partial, ignore_errors=True)
+    Raises:
+        CheckpointError: there are checkpoints, but none is whole.
+    """
+    damaged: dict[Path, str] = {}
+    for directory in _agreed(lambda: complete_checkpoints(run_path)[::-1], parallel):
+        problems, unverified = _verify(directory, parallel)
+        if not problems:
+            return Found(read_checkpoint(directory), damaged, unverified)
+        damaged[directory] = "; ".join(problems)
+    if damaged:
         raise CheckpointError(
-            f"checkpoint {partial}: cannot be written ({reason}; {free_mb:,.0f} MB were free "
-            "there); earlier checkpoints are untouched. Free space or change run_dir, and start "
-            "again"
-        ) from error
+            f"{run_path}: no checkpoint is whole:\n"
+            + "\n".join(f"  {path.name}: {problem}" for path, problem in damaged.items())
+            + "\nrestore their files from a copy, or add --fresh to start anew"
+        )
+    return Found(None)
+
+
+def _verify(directory: Path, parallel: Parallel) -> tuple[list[str], bool]:
+    """Its problems, and whether there were no checksums to find them by."""
+
+    def plan() -> tuple[dict[str, str], list[list[str]], list[str]]:
+        try:
+            digests = read_checksums(directory)
+            if digests is None:
+                read_metadata(directory)
+            shares = split_by_size(directory, digests or (), parallel.world_size)
+            read_checkpoint(directory)
+            return digests or {}, shares, []
+        except CheckpointError as error:
+            return {}, [[]] * parallel.world_size, [str(error)]
+
+    digests, shares, problems = _agreed(plan, parallel)
+    found = [problem_with(directory / name, digests[name]) for name in shares[parallel.rank]]
+    everywhere: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(everywhere, found, group=parallel.control)
+    problems += [problem for each in everywhere for problem in each if problem]
+    return problems, not digests
+
+
+def _agreed(look: Callable[[], Any], parallel: Parallel) -> Any:
+    """What rank 0 sees, on all ranks: not every file system shows all of them the same."""
+    seen = [look() if parallel.rank == 0 else None]
+    dist.broadcast_object_list(seen, 0, group=parallel.control)
+    return seen[0]
 
 
 def load_checkpoint(actor: Actor, checkpoint: Checkpoint) -> None:
-    """Restore weights, optimizer state and version, whatever layout they were saved under.
+    """Restore weights, optimizer state and version, whatever layout they were saved under; and the
+    random numbers of each rank, if it was the same.
 
     Raises:
         CheckpointError: the files are damaged or belong to another model.
@@ -103,29 +101,79 @@ def load_checkpoint(actor: Actor, checkpoint: Checkpoint) -> None:
     _initialize_optimizer_state(actor)
     try:
         read_metadata(directory)  # Megatron runs what it finds in there: only if it is harmless
-        state = _sharded_state(actor, is_loading=True)
-        loaded: Any = dist_checkpointing.load(state, str(directory))
+        state = sharded_state(actor, is_loading=True)
+        with without_deprecations():
+            loaded: Any = dist_checkpointing.load(state, str(directory))
         for i, module in enumerate(actor.modules):
             module.load_state_dict(loaded[f"model{i}"], strict=True)
         _load_optimizer(actor, loaded["optimizer"], checkpoint.version)
+        if checkpoint.layout == layout_of(actor):
+            path = directory / random_state_file(actor.parallel.rank)
+            restore_random_state(json.loads(path.read_text()))
     # The latter is no Exception; torch raises it on all ranks when one cannot read its part.
     except (Exception, CheckpointException) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[-1]
         raise CheckpointError(
-            f"checkpoint {directory} cannot be loaded ({type(error).__name__}: {reason}); if it is "
+            f"checkpoint {directory} cannot be loaded ({_reason(directory, error)}); if it is "
             "damaged, move the directory away to resume from the one before it"
         ) from error
     actor.version = checkpoint.version
 
 
-def _sharded_state(actor: Actor, *, is_loading: bool) -> dict[str, Any]:
+def layout_of(actor: Actor) -> dict[str, Any]:
+    """Where it is the same, a rank is what the rank of its number was."""
+    parallel = actor.parallel
+    names = ("world_size", "tp_size", "pp_size", "dp_size", "ep_size", "expert_tp_size")
+    return {name: getattr(parallel, name) for name in names} | {
+        "virtual_pipeline": actor.recipe.actor.virtual_pipeline,
+        "device": parallel.device.type,
+    }
+
+
+def random_state_file(rank: int) -> str:
+    return f"random_{rank:05d}.json"
+
+
+@contextmanager
+def without_deprecations() -> Iterator[None]:
+    """Megatron builds on a class of torch's that warns whenever it is used."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        yield
+
+
+def _reason(directory: Path, error: BaseException) -> str:
+    """In one line. What torch says of a damaged file is advice to run what is in it."""
+    text = (str(error).strip() or repr(error)).splitlines()[-1]
+    causes = [exc for exc, _ in getattr(error, "failures", {}).values()] or [error]
+    if any(isinstance(cause, pickle.UnpicklingError) for cause in causes):
+        text = next(_unreadable_files(directory), "what describes a tensor cannot be read")
+    return f"{type(error).__name__}: {text}"
+
+
+def _unreadable_files(directory: Path) -> Iterator[str]:
+    metadata = read_metadata(directory)
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        for chunk in entry.chunks:
+            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            nothing = torch.empty([0] * len(chunk.sizes), dtype=entry.properties.dtype)
+            try:
+                path = directory / place.relative_path
+                read_chunk(path, (place.offset, place.length), [0] * nothing.dim(), nothing)
+            except (OSError, ValueError) as error:
+                yield f"{place.relative_path} is damaged at `{key}`: {error}"
+
+
+def sharded_state(actor: Actor, *, is_loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for i, module in enumerate(actor.modules):
-        state[f"model{i}"] = module.sharded_state_dict(metadata=_METADATA)
+        state[f"model{i}"] = module.sharded_state_dict(metadata=METADATA)
     models = state["model0"] if len(actor.modules) == 1 else state
-    state["optimizer"] = actor.optimizer.sharded_state_dict(
-        models, is_loading=is_loading, metadata=_METADATA
-    )
+    with nullcontext() if is_loading else gathered_by_first_rank(_parts(actor)):
+        state["optimizer"] = actor.optimizer.sharded_state_dict(
+            models, is_loading=is_loading, metadata=METADATA
+        )
     return state
 
 
@@ -134,7 +182,7 @@ def _parts(actor: Actor) -> list[MegatronOptimizer]:
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def _states(actor: Actor) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:
+def optimizer_states(actor: Actor) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:
     for part in _parts(actor):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -143,7 +191,7 @@ def _states(actor: Actor) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Para
 
 def _initialize_optimizer_state(actor: Actor) -> None:
     """Megatron loads into existing state, which Adam creates only in its first step."""
-    for optimizer, parameter in _states(actor):
+    for optimizer, parameter in optimizer_states(actor):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32),
             "exp_avg": torch.zeros_like(parameter.data),
@@ -166,5 +214,5 @@ def _load_optimizer(actor: Actor, state: dict[str, Any], steps: int) -> None:
                 parameter_state.pop("step", None)
             # Only a DistributedOptimizer has moments of its own to load.
             part.load_parameter_state_from_fully_reshardable(part_moments)  # pyright: ignore[reportAttributeAccessIssue]
-    for optimizer, parameter in _states(actor):
+    for optimizer, parameter in optimizer_states(actor):
         optimizer.state[parameter]["step"] = torch.tensor(float(steps))

@@ -58,6 +58,7 @@ class RunLog:
         samples_per_step: int = 16,
         first_step: int = 0,
         attempt: str | None = None,
+        wandb_id: str | None = None,
         quiet: bool = False,
     ):
         """Start a log (`first_step` 0), or continue one.
@@ -65,6 +66,7 @@ class RunLog:
         `first_step` is the version training starts from, the number of steps already done. What
         an earlier process logged past it is dropped, since that runs again; with 0 that is all.
         `attempt` names the start of a job that this process belongs to.
+        `wandb_id` is that of the run that goes on, should the run directory not say.
 
         Raises:
             LogError: the directory cannot be written.
@@ -90,9 +92,10 @@ class RunLog:
             self.tensorboard: SummaryWriter | None = SummaryWriter(
                 str(self.run_path / "tensorboard"), purge_step=first_step + 1 if first_step else 0
             )
-        self.wandb = None
+        self.wandb, self.wandb_id = None, wandb_id
         if wandb_project is not None:
-            self.wandb = _start_wandb(self.run_path, wandb_project, recipe_text, first_step)
+            self.wandb_id = _wandb_id(self.run_path, wandb_id, first_step)
+            self.wandb = _start_wandb(self.run_path, wandb_project, recipe_text, self.wandb_id)
         self.console = Console(total_steps, quiet=quiet)
         self.console.steps_done = first_step
         start = f", in start {attempt}" if attempt else ""
@@ -253,7 +256,14 @@ def _drop_steps_that_run_again(run_path: Path, first_step: int) -> list[dict[str
     return kept
 
 
-def _start_wandb(run_path: Path, project: str, recipe_text: str, first_step: int):
+def _wandb_id(run_path: Path, earlier: str | None, first_step: int) -> str:
+    path = run_path / "wandb_id.txt"
+    if first_step == 0 or not path.exists():
+        replace_text(path, earlier or uuid.uuid4().hex[:12])
+    return path.read_text().strip()
+
+
+def _start_wandb(run_path: Path, project: str, recipe_text: str, run_id: str):
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -262,14 +272,11 @@ def _start_wandb(run_path: Path, project: str, recipe_text: str, first_step: int
             "`pip install wandb`, or set log.wandb_project to null (metrics.jsonl and "
             "TensorBoard are always written)"
         ) from error
-    id_path = run_path / "wandb_id.txt"
-    if first_step == 0 or not id_path.exists():
-        replace_text(id_path, uuid.uuid4().hex[:12])
     try:
         run = wandb.init(
             project=project,
             name=run_path.name,
-            id=id_path.read_text().strip(),
+            id=run_id,
             resume="allow",
             dir=str(run_path),
             config=yaml.safe_load(recipe_text),
