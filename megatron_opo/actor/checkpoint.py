@@ -52,7 +52,7 @@ def save_checkpoint(
         state = {
             "version": actor.version,
             "cursor": cursor_state(),
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": recipe.to_show(),
         }
         with open(partial / STATE_FILE, "w") as file:
             json.dump(state, file, indent=1)
