@@ -103,12 +103,10 @@ class _Worker:
         room = OUTPUT_BYTES
         with self._process.stderr as stream:
             while chunk := os.read(stream.fileno(), 1 << 16):
-                text = chunk[:room].decode(errors="replace")
+                text = chunk[: max(0, room)].decode(errors="replace")
                 room -= len(chunk)
                 if room <= 0 < room + len(chunk):
-                    text += (
-                        f"\n(reward.function printed more than {OUTPUT_BYTES:,} bytes: dropped)\n"
-                    )
+                    text += f"\n(dropped: reward.function printed over {OUTPUT_BYTES:,} bytes)\n"
                 sys.stderr.write(text)
 
     def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:

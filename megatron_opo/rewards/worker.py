@@ -8,6 +8,7 @@ import asyncio
 import difflib
 import importlib.util
 import inspect
+import io
 import json
 import math
 import numbers
@@ -197,7 +198,9 @@ def main(descriptor: int, parent: int) -> None:
     _die_with_parent(parent)
     # Slurm's warning before the time limit goes to every process of a job.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    os.dup2(2, 1)  # what a function prints is for the log
+    os.dup2(2, 1)  # what a function prints is for the log, at once
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
     connection = socket.socket(fileno=descriptor)
     requests = connection.makefile("rb")
     config = json.loads(requests.readline())
