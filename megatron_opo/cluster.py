@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from megatron_opo.errors import ClusterError, RecipeError, UnfitEnvironmentError
@@ -302,7 +303,12 @@ def own_address(host: str, towards: Sequence[str]) -> str:
     """An IPv4 address of this machine that other nodes can reach.
 
     Host names would let both sides choose between IPv4 and IPv6, and they need not choose alike.
+
+    Raises:
+        ClusterError: there is none, or not on the interface of GLOO_SOCKET_IFNAME.
     """
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return _address_of(interface, host)
     for name in [*(other for other in towards if other != host), host]:
         try:
             target = socket.getaddrinfo(name, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
@@ -315,6 +321,17 @@ def own_address(host: str, towards: Sequence[str]) -> str:
     raise ClusterError(
         f"{host}: neither its own name nor another node's ({', '.join(towards)}) has an IPv4 "
         "address here"
+    )
+
+
+def _address_of(interface: str, host: str) -> str:
+    found = psutil.net_if_addrs()
+    for address in found.get(interface, []):
+        if address.family == socket.AF_INET:
+            return address.address
+    raise ClusterError(
+        f"{host}: GLOO_SOCKET_IFNAME: {interface} has no IPv4 address here; interfaces: "
+        f"{', '.join(sorted(found))}"
     )
 
 

@@ -1,6 +1,7 @@
 """What `megatron-opo launch` does on its node: servers, trainer ranks, and an eye on the others."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -27,9 +28,11 @@ from megatron_opo.launch import (
 )
 from megatron_opo.preflight import check_nodes
 from megatron_opo.recipe import Recipe, dump_recipe
+from megatron_opo.redaction import API_KEY_VARIABLE
 from megatron_opo.rollout.server import (
     SERVERS_VARIABLE,
     Server,
+    api_key,
     close_servers,
     launch_servers,
     note_exit,
@@ -46,6 +49,7 @@ BEAT_SECONDS = 2.0
 # Slurm itself takes minutes to notice that a node is gone.
 SILENT_SECONDS = 60.0
 DEPART_SECONDS = 30.0
+KEY_FILE = "api_key"
 
 
 def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool = False) -> int:
@@ -70,6 +74,7 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
             if job.node == 0 and not check_only:
                 held.enter_context(only_run(recipe.run_path))
                 record_attempt(recipe.run_path, job.attempt)
+                write_key(directory / KEY_FILE, api_key())
             nodes = check_nodes(board, directory, dump_recipe(recipe))
             if check_only:
                 if job.node == 0:
@@ -87,6 +92,12 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
             _tell(board, f"{job.host}: {error or type(error).__name__}", code)
             raise
         return _depart(board, code)
+
+
+def write_key(path: Path, key: str) -> None:
+    """A file that only this user can read, unlike what a store on the network holds."""
+    with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(key)
 
 
 def _lay_out(recipe: Recipe, job: Job, gpus: int) -> Layout:
@@ -158,6 +169,8 @@ def _servers(
     recipe: Recipe, board: Board, layout: Layout, logs: Path, device: str
 ) -> Iterator[tuple[list[Server], list[dict[str, str]]]]:
     """This node's servers, started, and a description of the whole job's."""
+    key_file = logs.parent / KEY_FILE
+    os.environ[API_KEY_VARIABLE] = key_file.read_text()
     numbers = layout.servers_by_node[board.job.node]
     own: list[Server] = []
     try:
@@ -172,6 +185,7 @@ def _servers(
         board.post_mine("servers", described)
         timeout_s = recipe.rollout.start_timeout_s
         everywhere = board.collect("servers", timeout_s, "start of the servers")
+        key_file.unlink(missing_ok=True)  # all have it
         yield own, [server for node in everywhere for server in node]
     finally:
         close_servers(own)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opo.errors import RecipeError
+from megatron_opo.redaction import API_KEY_VARIABLE
 
 
 def child_environment() -> dict[str, str]:
@@ -22,7 +23,9 @@ def child_environment() -> dict[str, str]:
     package_parent = str(Path(__file__).resolve().parents[1])
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([package_parent, inherited] if inherited else [package_parent])
-    return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    # Code of the user's has no business with the servers.
+    environment = {k: v for k, v in os.environ.items() if k != API_KEY_VARIABLE}
+    return {**environment, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
 def generate(

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from megatron_opo.errors import RecipeError
+from megatron_opo.redaction import hidden_fields, hide_secrets, is_secret
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -120,6 +121,7 @@ class RewardConfig(Section):
     kwargs: dict[str, Any] = Field(default={}, description="extra keyword arguments to it")
     workers: PositiveInt = 2
     timeout_s: PositiveFloat = Field(default=10.0, description="limit for one sample")
+    memory_gb: PositiveFloat = Field(default=4.0, description="limit for each worker")
 
 
 class DynamicSamplingConfig(Section):
@@ -129,6 +131,22 @@ class DynamicSamplingConfig(Section):
     max_rounds: PositiveInt = Field(
         default=8, description="rounds of sampling a step at most; then it takes what it has"
     )
+
+
+_KEY = "a key is made for each run; set MEGATRON_OPO_API_KEY to choose it"
+# SGLang's options that say where a server is and who may use it.
+OWN_SERVER_OPTIONS = {
+    "host": "use rollout.host",
+    "port": "use rollout.port",
+    "tp": "use rollout.tensor_parallel",
+    "tp_size": "use rollout.tensor_parallel",
+    "tensor_parallel_size": "use rollout.tensor_parallel",
+    "model": "use model.path",
+    "model_path": "use model.path",
+    "api_key": _KEY,
+    "admin_api_key": _KEY,
+    "config": "write the options themselves here",
+}
 
 
 class RolloutConfig(Section):
@@ -152,7 +170,11 @@ class RolloutConfig(Section):
         default=0,
         description="the job's last so many nodes only generate; 0: servers are where trainers are",
     )
-    host: str = "127.0.0.1"
+    host: str = Field(
+        default="127.0.0.1",
+        description="what launched servers listen on; in a job of several nodes: each node's "
+        "address towards the others (that of GLOO_SOCKET_IFNAME where set)",
+    )
     port: Port = Field(default=0, description="first server's port; 0: a free one")
     server_args: dict[str, Any] = Field(
         default={}, description="SGLang's own launch options, by their names (max_total_tokens)"
@@ -191,6 +213,14 @@ class RolloutConfig(Section):
                 f"`port` {self.port} leaves no ports up to 65535 for {self.servers} servers"
             )
         return self
+
+    @field_validator("server_args")
+    @classmethod
+    def _own_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name in options:
+            if instead := OWN_SERVER_OPTIONS.get(name.replace("-", "_")):
+                raise ValueError(f"`{name}` is not for `server_args`: {instead}")
+        return options
 
     @model_validator(mode="after")
     def _untruncated(self):
@@ -414,6 +444,10 @@ class Recipe(Section):
     def run_path(self) -> Path:
         return Path(self.run_dir.format(name=self.name))
 
+    def to_show(self) -> dict[str, Any]:
+        """All fields as JSON-like data, secrets hidden: for files and logs."""
+        return hide_secrets(self.model_dump(mode="json"))
+
     def transport(self, device: str) -> str:
         """`sync.transport`, decided. `device` is the trainer's, "cpu" or "cuda"."""
         if self.sync.transport != "auto":
@@ -615,7 +649,8 @@ def _describe(error: ErrorDetails, source: str) -> str:
     message = error["msg"].removeprefix("Value error, ")
     where = f"`{location}`: " if location else ""
     got = error.get("input")
-    shown = "" if isinstance(got, dict | BaseModel) else f" (got {got!r})"
+    is_shown = not isinstance(got, dict | BaseModel) and not is_secret(location)
+    shown = f" (got {got!r})" if is_shown else ""
     return f"{source}: {where}{message}{shown}"
 
 
@@ -630,6 +665,11 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
     for override in overrides:
         _apply_override(tree, override)
     source = f"recipe {path}"
+    if hidden := hidden_fields(tree):
+        raise RecipeError(
+            f"{source}: {', '.join(hidden)}: what stood here is hidden in what a run writes; give "
+            "it anew"
+        )
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
@@ -638,5 +678,6 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The whole resolved recipe as YAML, every default included; `load_recipe` reads it back."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=100)
+    """The whole resolved recipe as YAML, every default included; `load_recipe` reads it back,
+    unless it has secrets, which are hidden."""
+    return yaml.safe_dump(recipe.to_show(), sort_keys=False, width=100)

@@ -149,7 +149,7 @@ def check_attempt(run_path: Path) -> None:
 
 def changed_fields(before: dict[str, Any], recipe: Recipe) -> list[str]:
     """Lines like "optimizer.lr: 1e-06 -> 2e-06" for what differs from a checkpoint's recipe."""
-    old, new = _flat(before), _flat(recipe.model_dump(mode="json"))
+    old, new = _flat(before), _flat(recipe.to_show())
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted({*old, *new})

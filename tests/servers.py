@@ -5,6 +5,7 @@ The fixtures are registered by conftest.py: a test takes `qwen_pool` or `llama_p
 
 import asyncio
 import json
+import os
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -22,9 +23,12 @@ from transformers import AutoModelForCausalLM
 from megatron_opo.batch import Prompt
 from megatron_opo.errors import OnPolicyError
 from megatron_opo.recipe import ModelConfig, RolloutConfig, SyncConfig
+from megatron_opo.redaction import API_KEY_VARIABLE
 from megatron_opo.rollout import Rollout, Server, close_servers, launch_servers, wait_healthy
 
 START_TIMEOUT_S = 240.0
+# Of all servers of the tests, so that a proxy knows it, too.
+API_KEY = "the-key-of-the-tests"
 
 
 @dataclass
@@ -74,6 +78,7 @@ def launch_pool(model_path: Path, scratch: Path, **settings) -> Pool:
         **settings,
     )
     model = ModelConfig(path=str(model_path), dtype="float32")
+    os.environ[API_KEY_VARIABLE] = API_KEY
     return Pool(model, config, launch_servers(config, model, scratch / "logs", "cpu"), scratch)
 
 
@@ -138,7 +143,7 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
 
 def ask(server, path, body=None):
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **server.headers}
     request = urllib.request.Request(server.url + path, data=data, headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
@@ -248,7 +253,10 @@ class FaultyProxy:
             return web.Response(status=fault[0], body=fault[1])
         body = self.rewrite(path, body)
         async with self._session.request(
-            request.method, self.target + request.path_qs, json=body if raw else None
+            request.method,
+            self.target + request.path_qs,
+            json=body if raw else None,
+            headers={"Authorization": f"Bearer {API_KEY}"},
         ) as answer:
             status, content = answer.status, await answer.read()
         if fault is not None:

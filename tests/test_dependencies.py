@@ -4,12 +4,13 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "megatron_opo"
-BASE = {"batch", "errors", "recipe"}
+BASE = {"batch", "errors", "recipe", "redaction"}
 ALLOWED = {
     "batch": {"errors"},
     "errors": set(),
     "environment": {"errors"},
-    "recipe": {"errors"},
+    "redaction": set(),
+    "recipe": {"errors", "redaction"},
     "model_fit": {"checkpoint_source", "errors", "recipe", "weights"},
     "runs": {"errors", "recipe"},
     "checkpoint_files": {"errors", "runs", "weights"},

@@ -284,7 +284,7 @@ def test_reasoning_gym_extracts_with_a_pattern_and_survives_its_scorers():
 # The pool.
 
 
-def test_each_misbehaviour_costs_its_own_sample_only(functions):
+def test_each_misbehaviour_costs_its_own_sample_only(functions, monkeypatch):
     outcomes = {
         "42": (1.0, None),
         "hang": (None, "no result within 1 s"),
@@ -310,10 +310,14 @@ def test_each_misbehaviour_costs_its_own_sample_only(functions):
         "return numpy.bool_(True)": (1.0, None),
         "return numpy.array(0.75)": (0.75, None),
         "return {'score': -2}": (-2.0, None),
+        "return len(bytearray(3 * 10**9))": (None, "MemoryError (line "),
+        "return {'score': 1, 'text': 'x' * 2**20}": (None, "ValueError: returned 1,048,6"),
+        "return bool(os.environ.get('MEGATRON_OPO_API_KEY'))": (0.0, None),
     }
     original = group(list(outcomes))
     done = []
-    config = {"timeout_s": 1.0, "workers": 2}
+    config = {"timeout_s": 1.0, "workers": 2, "memory_gb": 2}
+    monkeypatch.setenv("MEGATRON_OPO_API_KEY", "k")
     with started(f"{functions}:compute_score", **config) as pool:
         (scored,) = pool.score([original], on_sample=done.append)
     for sample, (reward, reason) in zip(scored.samples, outcomes.values(), strict=True):
@@ -323,6 +327,18 @@ def test_each_misbehaviour_costs_its_own_sample_only(functions):
     assert [unscored(s) for s in scored.samples] == list(original.samples)
     assert scored.prompt == original.prompt
     assert sorted(done, key=lambda s: s.index) == list(scored.samples)
+
+
+def test_what_a_function_prints_is_shown_up_to_a_limit(functions, capfd):
+    loud = "return print('loud') or 1"
+    flood = "return print('x' * 2**21) or 1"
+    with started(f"{functions}:compute_score") as pool:
+        assert scores(pool, [loud, flood, loud]) == [1.0, 1.0, 1.0]
+    shown = ""
+    while "(dropped: reward.function printed over 1,048,576 bytes)" not in shown:
+        shown += capfd.readouterr().err
+    assert shown.startswith("loud\n")
+    assert shown.count("x") == 2**20 - len("loud\n")
 
 
 @given(st.lists(st.lists(st.text(), min_size=2, max_size=5), max_size=6))

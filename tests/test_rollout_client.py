@@ -1,15 +1,20 @@
 """Sampling from real servers: truth against transformers, and every fault retried or named."""
 
+import dataclasses
 import json
 import math
 import threading
+import urllib.error
 from collections import Counter
 
+import psutil
 import pytest
 import torch
 from servers import (
+    API_KEY,
     DROP,
     FaultyProxy,
+    ask,
     perturbed,
     prompts,
     reference_logprobs,
@@ -148,6 +153,23 @@ def test_a_refused_request_is_not_repeated(current):
     with pytest.raises(ServerError, match=r"status 400.*512"):
         sample(rollout, [Prompt("long", (5,) * 600, "", "t", None)], version)
     assert rollout.stats.requests == 1
+
+
+def test_only_who_has_the_key_is_answered(current, qwen_pool):
+    (server, _), version = qwen_pool.servers, qwen_pool.version
+    for key in (None, "another"):
+        stranger = dataclasses.replace(server, api_key=key)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(stranger, "/flush_cache", {})
+        with pytest.raises(ServerError, match=r"wants another API key.*MEGATRON_OPO_API_KEY"):
+            sample(qwen_pool.rollout([stranger]), prompts(1), version)
+    processes = [psutil.Process(server.process.pid)]
+    processes += processes[0].children(recursive=True)
+    shown = [" ".join(process.cmdline()) for process in processes]
+    assert len(shown) > 3 and "sglang.launch_server" in shown[0]
+    shown += [server.log.read_text(), repr(server)]
+    assert "api_key='(hidden)'" in shown[-2]
+    assert not [text for text in shown if API_KEY in text]
 
 
 def test_no_more_samples_in_flight_than_allowed(current, qwen_pool):

@@ -95,7 +95,7 @@ class CheckpointWriter:
         contents = {
             "version": actor.version,
             "layout": layout_of(actor),
-            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe": self.recipe.to_show(),
         }
         if self.driver.is_here:
             contents |= state()

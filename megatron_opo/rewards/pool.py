@@ -27,8 +27,11 @@ from megatron_opo.errors import RewardError
 from megatron_opo.procedural import child_environment
 from megatron_opo.recipe import RewardConfig
 from megatron_opo.rewards.verifiers import BUILTIN
+from megatron_opo.rewards.worker import REPLY_BYTES
 
 START_TIMEOUT_S = 300.0
+# Of what a function prints in the life of a worker.
+OUTPUT_BYTES = 2**20
 CLOSED = "the reward pool was closed before the sample was scored"
 
 
@@ -86,11 +89,25 @@ class _Worker:
                     str(os.getpid()),
                 ],
                 stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env=child_environment(),
                 start_new_session=True,  # the terminal's ctrl-c is the trainer's to handle
             )
         self._received = b""
+        threading.Thread(target=self._show_output, daemon=True).start()
+
+    def _show_output(self) -> None:
+        """Pass on what the function prints, up to a limit."""
+        assert self._process.stderr is not None
+        room = OUTPUT_BYTES
+        with self._process.stderr as stream:
+            while chunk := os.read(stream.fileno(), 1 << 16):
+                text = chunk[: max(0, room)].decode(errors="replace")
+                room -= len(chunk)
+                if room <= 0 < room + len(chunk):
+                    text += f"\n(dropped: reward.function printed over {OUTPUT_BYTES:,} bytes)\n"
+                sys.stderr.write(text)
 
     def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         """Raises: TimeoutError, _WorkerGone."""
@@ -107,9 +124,11 @@ class _Worker:
                 if not chunk:
                     raise ConnectionResetError
                 self._received += chunk
+                if len(self._received) > 2 * REPLY_BYTES:
+                    raise _WorkerGone(f"the worker sent more than {2 * REPLY_BYTES:,} bytes")
             reply, self._received = self._received, b""
             return json.loads(reply)
-        except TimeoutError:
+        except (TimeoutError, _WorkerGone):
             raise
         except (OSError, ValueError):
             raise _WorkerGone(self._last_words()) from None
@@ -227,7 +246,11 @@ class RewardPool:
                 worker = self._workers[index] = _Worker()
             except OSError as error:
                 raise RewardError(f"reward worker {index} cannot be started: {error}") from None
-        request = {"function": self._function, "kwargs": self._config.kwargs}
+        request = {
+            "function": self._function,
+            "kwargs": self._config.kwargs,
+            "memory_bytes": int(self._config.memory_gb * 1e9),
+        }
         try:
             reply = worker.ask(_line(request), START_TIMEOUT_S)
         except TimeoutError:

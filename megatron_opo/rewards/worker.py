@@ -8,10 +8,12 @@ import asyncio
 import difflib
 import importlib.util
 import inspect
+import io
 import json
 import math
 import numbers
 import os
+import resource
 import signal
 import socket
 import sys
@@ -22,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 MESSAGE_CHARS = 500
+REPLY_BYTES = 2**20
 EXAMPLE_CALL = {
     "data_source": "",
     "solution_str": "1",
@@ -100,7 +103,8 @@ def load_function(function: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
             target(**EXAMPLE_CALL, **kwargs)
         except Exception as error:
             raise LoadError(
-                f"`{function}` fails with reward.kwargs {kwargs}: {describe(error)}"
+                f"`{function}` fails with reward.kwargs ({', '.join(kwargs) or 'none'}): "
+                f"{describe(error)}"
             ) from None
     return target
 
@@ -165,6 +169,8 @@ def _answer(
             result = runner.run(_finish(result))
         reward, info = to_reward(result)
         reply = json.dumps({"reward": reward, "info": info}, default=_plain)
+        if len(reply) > REPLY_BYTES:
+            raise ValueError(f"returned {len(reply):,} bytes, allowed: {REPLY_BYTES:,}")
     except BaseException as error:  # sys.exit and math-verify's timeout are no Exceptions
         reply = json.dumps({"error": describe(error, path)})
     return reply.encode() + b"\n"
@@ -180,14 +186,25 @@ def _die_with_parent(parent: int) -> None:
         sys.exit("the trainer is gone")
 
 
+def _limit_memory(size: int) -> None:
+    """What is beyond it fails with MemoryError, instead of taking the trainer's memory."""
+    _, highest = resource.getrlimit(resource.RLIMIT_DATA)
+    if highest != resource.RLIM_INFINITY:
+        size = min(size, highest)
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
 def main(descriptor: int, parent: int) -> None:
     _die_with_parent(parent)
     # Slurm's warning before the time limit goes to every process of a job.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    os.dup2(2, 1)  # what a function prints is for the log
+    os.dup2(2, 1)  # what a function prints is for the log, at once
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
     connection = socket.socket(fileno=descriptor)
     requests = connection.makefile("rb")
     config = json.loads(requests.readline())
+    _limit_memory(config["memory_bytes"])
     function, kwargs = config["function"], config["kwargs"]
     try:
         target = load_function(function, kwargs)

@@ -13,6 +13,7 @@ import aiohttp
 from megatron_opo.batch import Group, Prompt, Sample
 from megatron_opo.errors import OnPolicyError, ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig, SyncConfig
+from megatron_opo.redaction import API_KEY_VARIABLE
 from megatron_opo.rollout.answers import (
     BadAnswerError,
     check_ids,
@@ -343,12 +344,19 @@ class Rollout:
         timeout_s = self._config.request_timeout_s
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with session.post(server.url + "/generate", json=body, timeout=timeout) as got:
+            async with session.post(
+                server.url + "/generate", json=body, headers=server.headers, timeout=timeout
+            ) as got:
                 text, status = await got.text(), got.status
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
             raise RetryableError(no_answer(server, "/generate", error, timeout_s)) from None
         if status >= 500 or status in (408, 429):
             raise RetryableError(f"status {status}: {shorten(text)}")
+        if status in (401, 403):
+            raise ServerError(
+                f"{server.name} ({server.url}) wants another API key (status {status}): set "
+                f"{API_KEY_VARIABLE} to the one it was started with"
+            )
         if status != 200:
             # The request itself is at fault; no other attempt would do better.
             raise ServerError(

@@ -4,7 +4,8 @@ Run as a script: guard.py TRAINER_PID COMMAND... It leads the server's process g
 it, which the kernel also sends at the trainer's end; nothing else would tell of a kill -9. To bind
 only the server itself to the trainer would not do: its own children are on their own until each has
 started up. A killed server cleans nothing up, so what it leaves in shared memory and in its
-temporary directory is removed here.
+temporary directory is removed here. Its key stands on no command line, where every user of the
+machine could read it, and what the server logs passes through here without it.
 """
 
 import ctypes
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,6 +25,10 @@ PR_SET_PDEATHSIG = 1
 SHARED_MEMORY = "/dev/shm/"
 LOOK_SECONDS = 10.0
 END_SECONDS = 5.0
+OUTPUT_SECONDS = 2.0
+# As in redaction.py; this script imports nothing but the standard library.
+API_KEY_VARIABLE = "MEGATRON_OPO_API_KEY"
+HIDDEN = b"(hidden)"
 
 
 class Hangup(Exception):
@@ -91,6 +97,31 @@ def server_environment(scratch: str) -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": compiled} | os.environ | {"TMPDIR": scratch}
 
 
+def write_config(scratch: str, key: str) -> list[str]:
+    """The options that name a file with the key, which only this user can read."""
+    path = os.path.join(scratch, "server.yaml")
+    with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(f'api-key: "{key}"\n')
+    return ["--config", path]
+
+
+def copy_output(stream: int, key: bytes) -> None:
+    """From the server to standard output, with the key hidden."""
+    rest = b""
+    while chunk := os.read(stream, 1 << 16):
+        text = (rest + chunk).replace(key, HIDDEN)
+        # The chunk may end within the key.
+        kept = next((n for n in range(len(key) - 1, 0, -1) if text.endswith(key[:n])), 0)
+        text, rest = text[: len(text) - kept], text[len(text) - kept :]
+        write(text)
+    write(rest)
+
+
+def write(text: bytes) -> None:
+    while text:
+        text = text[os.write(1, text) :]
+
+
 def hang_up(*_) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise Hangup
@@ -109,14 +140,27 @@ def main() -> int:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         bind_to_parent(signal.SIGKILL, guard)
 
+    key = os.environ.pop(API_KEY_VARIABLE)
     scratch = tempfile.mkdtemp(prefix="opo_server_")
+    command += write_config(scratch, key)
     shared: set[int] = set()
-    server = None
+    output = None
     code = -signal.SIGKILL
     try:
         signal.signal(signal.SIGHUP, hang_up)
         bind_to_parent(signal.SIGHUP, trainer)
-        server = subprocess.Popen(command, preexec_fn=prepare, env=server_environment(scratch))
+        server = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=prepare,
+            env=server_environment(scratch),
+        )
+        assert server.stdout is not None
+        output = threading.Thread(
+            target=copy_output, args=(server.stdout.fileno(), key.encode()), daemon=True
+        )
+        output.start()
         while server.returncode is None:
             with suppress(subprocess.TimeoutExpired):
                 code = server.wait(LOOK_SECONDS)
@@ -126,6 +170,8 @@ def main() -> int:
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         end_group(shared)
+        if output is not None:
+            output.join(OUTPUT_SECONDS)
         shutil.rmtree(scratch, ignore_errors=True)
     return code if code >= 0 else 128 - code
 

@@ -4,6 +4,8 @@ import asyncio
 import atexit
 import json
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ import aiohttp
 
 from megatron_opo.errors import ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig
+from megatron_opo.redaction import API_KEY_VARIABLE
 from megatron_opo.rollout import guard
 
 # For the guard, which removes what a server leaves.
@@ -52,6 +55,8 @@ class Server:
     another node's launcher started has only a log, on a file system that all nodes share. `node`
     counts the job's nodes; servers given by URL count as the first one's.
 
+    Requests need `api_key`, which whoever can reach the server does not know.
+
     `process` is the guard that leads the server's process group and exits with its code, or with
     128 and the number of the signal that ended it.
     """
@@ -61,12 +66,18 @@ class Server:
     process: subprocess.Popen | None = None
     log: Path | None = None
     node: int = 0
+    api_key: str | None = field(default=None, repr=False)
     owner: int = field(default_factory=os.getpid)
 
     @property
     def launched(self) -> bool:
         """By this job, so that it has the model directory's weights at first."""
         return self.log is not None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request to it."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     @property
     def exit_code(self) -> int | None:
@@ -145,13 +156,15 @@ def launch_servers(
     Raises:
         ServerError: the model directory does not exist, or a port is taken.
     """
+    key = api_key()
     if rollout.urls:
         return [
-            Server(name=f"server {i}", url=url.rstrip("/")) for i, url in enumerate(rollout.urls)
+            Server(f"server {i}", url.rstrip("/"), api_key=key)
+            for i, url in enumerate(rollout.urls)
         ]
     if described := os.environ.get(SERVERS_VARIABLE):
         return [
-            Server(each["name"], each["url"], log=Path(each["log"]), node=each["node"])
+            Server(each["name"], each["url"], log=Path(each["log"]), node=each["node"], api_key=key)
             for each in json.loads(described)
         ]
     if not (Path(model.path) / "config.json").is_file():
@@ -176,13 +189,28 @@ def launch_servers(
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=server_environment(rollout, device, i),
+                env=server_environment(rollout, device, i) | {API_KEY_VARIABLE: key},
                 start_new_session=True,
             )
-        server = Server(f"server {first + i}", f"http://{rollout.host}:{port}", process, log)
+        url = f"http://{rollout.host}:{port}"
+        server = Server(f"server {first + i}", url, process, log, api_key=key)
         atexit.register(server.close)
         servers.append(server)
     return servers
+
+
+def api_key() -> str:
+    """That of the environment, or a new one.
+
+    Raises:
+        ServerError: it holds what no HTTP header or command line can.
+    """
+    key = os.environ.get(API_KEY_VARIABLE) or secrets.token_hex(32)
+    if not re.fullmatch(r"[\w.~+/=][\w.~+/=-]*", key, re.ASCII):
+        raise ServerError(
+            f"{API_KEY_VARIABLE}: a key is made of letters, digits and . _ ~ + / = - (not first)"
+        )
+    return key
 
 
 def _claim_port(rollout: RolloutConfig, index: int) -> socket.socket:
@@ -319,7 +347,8 @@ async def _poll(session: aiohttp.ClientSession, server: Server) -> None:
         if server.exit_code is not None:
             raise ServerError(server.describe_exit())
         with suppress(aiohttp.ClientError, TimeoutError):
-            async with session.get(server.url + path, timeout=timeout) as answer:
+            url, headers = server.url + path, server.headers
+            async with session.get(url, headers=headers, timeout=timeout) as answer:
                 if answer.status == 200 and server.exit_code is None:
                     return
         await asyncio.sleep(0.3)

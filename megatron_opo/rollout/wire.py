@@ -34,7 +34,7 @@ async def call(
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with session.request(
-            method, server.url + path, json=body, timeout=timeout
+            method, server.url + path, json=body, headers=server.headers, timeout=timeout
         ) as response:
             text = await response.text()
             status = response.status
