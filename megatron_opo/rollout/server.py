@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from megatron_opo import sglang_plugin
 from megatron_opo.errors import ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.rollout import guard
@@ -215,6 +216,10 @@ def server_options(
         "sleep_on_idle": True,
         "skip_server_warmup": True,
     }
+    if rollout.is_deterministic(device):
+        options["enable_deterministic_inference"] = True
+        # So that one sample of a group computes the prompt and the others find it cached.
+        options["schedule_policy"] = "lpm"
     if device == "cpu":
         options |= {
             "device": "cpu",
@@ -265,6 +270,8 @@ def server_environment(rollout: RolloutConfig, device: str, index: int = 0) -> d
             # A CUDA build of torch brings NCCL along, which SGLang would use without any GPU.
             "SGLANG_NCCL_SO_PATH": "none: the servers run on a CPU",
         }
+        if rollout.is_deterministic(device):
+            environment[sglang_plugin.VARIABLE] = "1"
     return environment | rollout.server_env
 
 
