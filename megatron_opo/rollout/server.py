@@ -218,8 +218,6 @@ def server_options(
     }
     if rollout.is_deterministic(device):
         options["enable_deterministic_inference"] = True
-        # So that one sample of a group computes the prompt and the others find it cached.
-        options["schedule_policy"] = "lpm"
     if device == "cpu":
         options |= {
             "device": "cpu",
