@@ -9,6 +9,7 @@ environment is left alone.
 import os
 import pkgutil
 from hashlib import blake2b
+from importlib.metadata import entry_points
 
 import torch
 
@@ -16,6 +17,12 @@ from megatron_opo import invariant
 
 VARIABLE = "MEGATRON_OPO_DETERMINISTIC_CPU"
 BACKEND = "torch_native"
+
+
+def is_installed() -> bool:
+    """Will SGLang find it in this environment?"""
+    found = entry_points(group="sglang.srt.plugins")
+    return any(point.module == __name__ for point in found)
 
 
 def register() -> None:

@@ -144,7 +144,8 @@ def launch_servers(
         first: number of the first one, where other nodes have some, too.
 
     Raises:
-        ServerError: the model directory does not exist, or a port is taken.
+        ServerError: the model directory does not exist, a port is taken, or this package is only
+            half installed.
     """
     if rollout.urls:
         return [
@@ -159,6 +160,12 @@ def launch_servers(
         raise ServerError(
             f"model.path: {model.path} has no config.json, so no server can be started; give a "
             "Hugging Face model directory (config.json, *.safetensors, tokenizer files)"
+        )
+    if device == "cpu" and rollout.is_deterministic(device) and not sglang_plugin.is_installed():
+        raise ServerError(
+            "rollout.deterministic: on a CPU it needs a plugin of SGLang that comes with this "
+            "package, but the environment was set up by a version that had none; run `make setup` "
+            "(pip install --no-deps --no-build-isolation --editable .), or set it to false"
         )
     log_dir.mkdir(parents=True, exist_ok=True)
     servers: list[Server] = []
