@@ -135,6 +135,7 @@ class Desk:
             prompts,
             samples_per_prompt=config.samples_per_prompt,
             version=version,
+            purpose="eval",
             temperature=config.temperature,
             top_p=config.top_p,
             max_response_tokens=self.recipe.rollout.max_response_tokens,
@@ -161,6 +162,7 @@ class Desk:
             list(self.prompts.prompts[:PROBE_PROMPTS]),
             samples_per_prompt=2,
             version=version,
+            purpose="probe",
             temperature=self.recipe.rollout.temperature,
             max_response_tokens=min(PROBE_TOKENS, self.recipe.rollout.max_response_tokens),
         )
@@ -266,6 +268,7 @@ def open_desk(
             recipe.sync.model_copy(update={"transport": recipe.transport(device)}),
             recipe.model,
             disk_dir=recipe.run_path / "sync",
+            seed=recipe.seed if recipe.rollout.is_deterministic(device) else None,
             shared=shared,
         )
         return Desk(

@@ -185,6 +185,11 @@ class RolloutConfig(Section):
         description="servers and trainer each give their memory back while the other works; null: "
         "where they share GPUs",
     )
+    deterministic: bool | None = Field(
+        default=None,
+        description="the same seed gives the same tokens and logprobs to the bit, whatever else a "
+        "server does; null: on CPUs, as on GPUs it makes SGLang slower",
+    )
     max_concurrent_requests: PositiveInt = Field(default=256, description="samples in flight")
     request_timeout_s: PositiveFloat = 600.0
     retries: NonNegativeInt = 3
@@ -200,6 +205,10 @@ class RolloutConfig(Section):
         if self.hand_over_memory is None:
             return self.shares_gpus(device)
         return self.hand_over_memory
+
+    def is_deterministic(self, device: str) -> bool:
+        """`deterministic`, decided."""
+        return device == "cpu" if self.deterministic is None else self.deterministic
 
     @model_validator(mode="after")
     def _addresses(self):

@@ -50,6 +50,7 @@ class Pool:
             sync or SyncConfig(bucket_mb=1),
             self.model,
             disk_dir=self.scratch / "disk",
+            seed=0,
             shared=shared,
         )
 

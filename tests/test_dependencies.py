@@ -26,7 +26,9 @@ ALLOWED = {
     "prompts": BASE | {"rows", "procedural"},
     "rewards": BASE | {"procedural"},
     "observe": {"batch", "errors"},
-    "rollout": BASE,
+    "invariant": set(),
+    "sglang_plugin": {"invariant"},
+    "rollout": BASE | {"sglang_plugin"},
     "weights": BASE,
     "actor": BASE | {"weights", "model_fit", "on_policy", "spmd", "runs", "checkpoint_files"},
     "dynamic_sampling": BASE,
@@ -42,7 +44,7 @@ ALLOWED = {
     | {"actor", "advantages", "checkpoint_source", "desk", "dynamic_sampling", "model_fit"}
     | {"observe", "on_policy", "rollout", "runs", "spmd", "weights"},
 }
-ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": set()}
+ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": {"sglang_plugin"}}
 
 
 def imports_of(path: Path) -> set[str]:

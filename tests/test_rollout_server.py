@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import tiny_qwen3
 
+from megatron_opo import sglang_plugin
 from megatron_opo.errors import ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.rollout import Server, close_servers, launch_servers, wait_healthy
@@ -63,6 +64,28 @@ def test_the_recipe_has_the_last_word():
 def test_servers_on_gpus_take_devices_of_their_own():
     assert [options("cuda", i, tensor_parallel=2)["base_gpu_id"] for i in range(3)] == [0, 2, 4]
     assert "attention_backend" not in options("cuda")
+
+
+def test_sampling_is_reproducible_where_that_is_free():
+    for device, deterministic, expected in (
+        ("cpu", None, True),
+        ("cpu", False, False),
+        ("cuda", None, False),
+        ("cuda", True, True),
+    ):
+        config = RolloutConfig(deterministic=deterministic)
+        assert config.is_deterministic(device) is expected
+        flag = options(device, deterministic=deterministic).get("enable_deterministic_inference")
+        assert bool(flag) is expected
+        # The plugin is for CPUs; on GPUs SGLang has operations of its own.
+        asked = sglang_plugin.VARIABLE in server_environment(config, device)
+        assert asked is (expected and device == "cpu")
+
+
+def test_an_environment_without_the_plugin_is_named(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sglang_plugin, "entry_points", lambda group: ())
+    with pytest.raises(ServerError, match="make setup"):
+        launch_servers(RolloutConfig(), model, tmp_path, "cpu")
 
 
 def test_only_servers_that_share_gpus_with_the_trainer_can_release_their_memory():

@@ -1,7 +1,7 @@
 """What a server is asked and what its answer must be, before anything is trained on it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_opo.batch import Prompt, Sample
@@ -38,27 +38,32 @@ def sampling_request(
     prompt: Prompt,
     *,
     count: int,
+    seeds: Sequence[int] | None,
     temperature: float,
     top_p: float,
     max_response_tokens: int,
     stop_token_ids: tuple[int, ...],
 ) -> dict[str, Any]:
     """The body of /generate. All that shapes the distribution is said, none left to a default."""
+    common = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": max_response_tokens,
+        "stop_token_ids": list(stop_token_ids),
+    }
+    ids: list[Any] = list(prompt.token_ids)
+    if seeds is None:
+        return {"input_ids": ids, "sampling_params": common | {"n": count}, "return_logprob": True}
+    # A server gives all of `n` samples the same seed, so they are asked for one by one.
     return {
-        "input_ids": list(prompt.token_ids),
-        "sampling_params": {
-            "n": count,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "min_new_tokens": 0,
-            "max_new_tokens": max_response_tokens,
-            "stop_token_ids": list(stop_token_ids),
-        },
+        "input_ids": [ids] * count,
+        "sampling_params": [common | {"sampling_seed": seed} for seed in seeds],
         "return_logprob": True,
     }
 

@@ -22,6 +22,7 @@ from megatron_opo.rollout.answers import (
     sampling_request,
 )
 from megatron_opo.rollout.buckets import Weights
+from megatron_opo.rollout.seeds import sample_seed
 from megatron_opo.rollout.server import Server, close_servers
 from megatron_opo.rollout.shared_memory import SharedBucket
 from megatron_opo.rollout.sync import SyncStats, WeightSync
@@ -67,10 +68,12 @@ class Rollout:
         model: ModelConfig,
         *,
         disk_dir: Path,
+        seed: int | None = None,
         shared: SharedBucket | None = None,
     ):
         """
         Args:
+            seed: of which every sample's own is made; None: the servers draw as they like.
             disk_dir: where sync.transport "disk" puts weights; the servers must see it too.
             shared: what sync.transport "shared_memory" sends by.
         """
@@ -81,6 +84,7 @@ class Rollout:
         self.stats = RolloutStats()
         self.needs_sync = not all(server.launched for server in servers)
         self._config = rollout
+        self._seed = seed
         self._vocab_size = int(config["vocab_size"])
         self._sync = WeightSync(sync, model, kv_heads, rollout.request_timeout_s, disk_dir, shared)
         self._in_flight: dict[str, int] = {}
@@ -93,6 +97,7 @@ class Rollout:
         version: int,
         temperature: float,
         max_response_tokens: int,
+        purpose: str = "train",
         top_p: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         on_sample: OnSample | None = None,
@@ -103,6 +108,7 @@ class Rollout:
         Args:
             version: the weights that every token must come from, unless `require_version` is
                 false.
+            purpose: samples of one prompt by one version are drawn anew for another purpose.
             on_sample: called with each sample as its group arrives.
 
         Raises:
@@ -131,6 +137,7 @@ class Rollout:
             return sampling_request(
                 prompt,
                 count=samples_per_prompt,
+                seeds=self._seeds(purpose, version, prompt, samples_per_prompt),
                 temperature=temperature,
                 top_p=top_p,
                 max_response_tokens=max_response_tokens,
@@ -247,6 +254,11 @@ class Rollout:
                 "synced, or their memory was released since, or the last sync did not complete. "
                 "Nothing is sampled until a sync succeeds"
             )
+
+    def _seeds(self, purpose: str, version: int, prompt: Prompt, count: int) -> list[int] | None:
+        if self._seed is None:
+            return None
+        return [sample_seed(self._seed, purpose, version, prompt.id, i) for i in range(count)]
 
     def _count(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
         self.stats.samples += len(samples)

@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from megatron_opo import sglang_plugin
 from megatron_opo.errors import ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.redaction import API_KEY_VARIABLE
@@ -154,7 +155,8 @@ def launch_servers(
         first: number of the first one, where other nodes have some, too.
 
     Raises:
-        ServerError: the model directory does not exist, or a port is taken.
+        ServerError: the model directory does not exist, a port is taken, or this package is only
+            half installed.
     """
     key = api_key()
     if rollout.urls:
@@ -171,6 +173,12 @@ def launch_servers(
         raise ServerError(
             f"model.path: {model.path} has no config.json, so no server can be started; give a "
             "Hugging Face model directory (config.json, *.safetensors, tokenizer files)"
+        )
+    if device == "cpu" and rollout.is_deterministic(device) and not sglang_plugin.is_installed():
+        raise ServerError(
+            "rollout.deterministic: on a CPU it needs a plugin of SGLang that comes with this "
+            "package, but the environment was set up by a version that had none; run `make setup` "
+            "(pip install --no-deps --no-build-isolation --editable .), or set it to false"
         )
     log_dir.mkdir(parents=True, exist_ok=True)
     servers: list[Server] = []
@@ -243,6 +251,8 @@ def server_options(
         "sleep_on_idle": True,
         "skip_server_warmup": True,
     }
+    if rollout.is_deterministic(device):
+        options["enable_deterministic_inference"] = True
     if device == "cpu":
         options |= {
             "device": "cpu",
@@ -293,6 +303,8 @@ def server_environment(rollout: RolloutConfig, device: str, index: int = 0) -> d
             # A CUDA build of torch brings NCCL along, which SGLang would use without any GPU.
             "SGLANG_NCCL_SO_PATH": "none: the servers run on a CPU",
         }
+        if rollout.is_deterministic(device):
+            environment[sglang_plugin.VARIABLE] = "1"
     return environment | rollout.server_env
 
 

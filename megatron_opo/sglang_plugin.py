@@ -1,0 +1,179 @@
+"""A plugin of SGLang, run inside its server processes: what makes sampling on a CPU reproducible.
+
+SGLang's own deterministic mode has no operations for CPUs. With these, a token and its logprob are
+a function of weights, prompt and seed alone: whatever else is in the batch, in the cache, or on
+the machine. The trainer asks for it by an environment variable; any other server in the same
+environment is left alone.
+"""
+
+import os
+import pkgutil
+from hashlib import blake2b
+from importlib.metadata import entry_points
+
+import torch
+
+from megatron_opo import invariant
+
+VARIABLE = "MEGATRON_OPO_DETERMINISTIC_CPU"
+BACKEND = "torch_native"
+
+
+def is_installed() -> bool:
+    """Will SGLang find it in this environment?"""
+    found = entry_points(group="sglang.srt.plugins")
+    return any(point.module == __name__ for point in found)
+
+
+def register() -> None:
+    """SGLang's plugin hook."""
+    if VARIABLE not in os.environ:
+        return
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, replacement in REPLACED.items():
+        pkgutil.resolve_name(target)
+        HookRegistry.register(target, replacement, HookType.REPLACE)
+    # Last: whatever failed before, the server then refuses to start in deterministic mode.
+    choices.add_deterministic_attention_backend_choices([BACKEND])
+    choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
+
+
+def enable_batch_invariant_mode(*_) -> None:
+    """Norms, softmax and activations work row by row already; only products do not."""
+    from sglang.srt.batch_invariant_ops import batch_invariant_ops
+
+    invariant.check()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("aten::mm", invariant.matmul, "CPU")
+    library.impl("aten::addmm", _addmm, "CPU")
+    batch_invariant_ops._batch_invariant_LIB = library
+    batch_invariant_ops._batch_invariant_MODE = True
+
+
+def _addmm(bias, rows, matrix, *, beta=1, alpha=1):
+    if bias.dim() == 1 and beta == 1 and alpha == 1:
+        return invariant.matmul(rows, matrix, bias)
+    return bias * beta + invariant.matmul(rows, matrix) * alpha
+
+
+def attend_extend(
+    _backend,
+    query: torch.Tensor,  # [tokens, heads, channels] of all sequences, one after the other
+    output: torch.Tensor,
+    k_cache: torch.Tensor,  # [slots, key-value heads, channels]
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,  # [requests, places]: slots
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    encoder_lens=None,
+    scaling: float = 1.0,
+    sliding_window_size: int | None = None,
+    **_,
+) -> torch.Tensor:
+    _refuse_encoder(encoder_lens)
+    lengths, counts = seq_lens.tolist(), extend_seq_lens.tolist()
+    queries, outputs = query.split(counts), output.split(counts)
+    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        slots = req_to_token[req_pool_indices[i], :length]
+        positions = torch.arange(length - count, length)
+        outputs[i][:] = invariant.attention(
+            queries[i][None],
+            k_cache[slots][None],
+            v_cache[slots][None],
+            positions[None],
+            scaling,
+            sliding_window_size,
+        )[0]
+    return output
+
+
+def attend_decode(
+    _backend,
+    query: torch.Tensor,  # [requests, heads, channels]
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    encoder_lens=None,
+    scaling: float = 1.0,
+    sliding_window_size: int | None = None,
+    **_,
+) -> torch.Tensor:
+    _refuse_encoder(encoder_lens)
+    # Contexts of about the same length go together: each is filled up to the longest.
+    blocks = -(-seq_lens // invariant.KEY_BLOCK)
+    for count in blocks.unique().tolist():
+        chosen = (blocks == count).nonzero()[:, 0]
+        last = seq_lens[chosen, None] - 1
+        places = torch.arange(count * invariant.KEY_BLOCK)[None].minimum(last)
+        slots = req_to_token[req_pool_indices[chosen, None], places]
+        output[chosen] = invariant.attention(
+            query[chosen, None], k_cache[slots], v_cache[slots], last, scaling, sliding_window_size
+        )[:, 0]
+    return output
+
+
+def _refuse_encoder(encoder_lens) -> None:
+    if encoder_lens is not None:
+        raise NotImplementedError("reproducible sampling is for models without an encoder")
+
+
+def sample(
+    probs: torch.Tensor,
+    sampling_seed: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[rows] int32: a token of each row of probs [rows, V], by its seed and position alone."""
+    assert sampling_seed is not None and positions is not None
+    cumulative = probs.double().cumsum(-1)
+    drawn = _uniform(sampling_seed, positions)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, drawn, right=True)
+    # Past the end only where probabilities are not finite, which the trainer will refuse.
+    return tokens.clamp_(max=probs.shape[1] - 1)[:, 0].to(torch.int32)
+
+
+def sample_truncated(
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    _need_min_p: bool,
+    sampling_seed: torch.Tensor | None,
+    positions: torch.Tensor,
+    **_,
+) -> torch.Tensor:
+    """`sample` from what top-k, top-p and min-p leave. A row without any of them gets the token
+    that it gets in a batch in which no row has one."""
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.double().cumsum(-1) - ordered
+    drop = torch.arange(probs.shape[1]) >= top_ks[:, None]
+    drop |= (before > top_ps[:, None]) & (top_ps[:, None] < 1)
+    drop |= ordered < ordered[:, :1] * min_ps[:, None]
+    kept = torch.empty_like(probs).scatter_(-1, ids, ordered.masked_fill(drop, 0))
+    return sample(kept, sampling_seed, positions)
+
+
+def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[rows] float64 in [0, 1), of 52 bits: times any sum, it stays below that sum."""
+    words = [
+        int.from_bytes(blake2b(b"%d %d" % pair, digest_size=8).digest(), "big") >> 12
+        for pair in zip(seeds.tolist(), positions.tolist(), strict=True)
+    ]
+    return torch.tensor(words, dtype=torch.float64) * 2.0**-52
+
+
+REPLACED = {
+    "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": enable_batch_invariant_mode,
+    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    "._run_sdpa_forward_extend": attend_extend,
+    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    "._run_sdpa_forward_decode": attend_decode,
+    "sglang.srt.layers.sampler.sampling_from_probs_torch": sample,
+    "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": sample_truncated,
+}
