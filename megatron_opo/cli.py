@@ -19,6 +19,7 @@ from megatron_opo.model_fit import check_model
 from megatron_opo.plan import command as plan_command
 from megatron_opo.recipe import Recipe, dump_recipe, load_recipe
 from megatron_opo.runs import is_restart, latest_checkpoint, only_run
+from megatron_opo.stop import Terminated
 
 if TYPE_CHECKING:
     from megatron_opo.actor.parallel import Parallel
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,9 +50,9 @@ def _main(arguments: list[str] | None) -> None:
     except OpoError as error:
         _show_error(error)
         code = error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
-        code = EXIT_INTERRUPTED
+        code = EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
@@ -212,13 +214,13 @@ def _train_rank(recipe: Recipe, fresh: bool = False) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\b")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     from megatron_opo.actor.parallel import initialize, shutdown
-    from megatron_opo.launch import EXIT_CONSEQUENCE, EXIT_REQUEUE
+    from megatron_opo.launch import EXIT_CONSEQUENCE, stopped_code
     from megatron_opo.spmd import DriverFailed
     from megatron_opo.train import train
 
     try:
         parallel = initialize(recipe.actor, seed=recipe.seed)
-        finished = _is_done(recipe, fresh, parallel) or train(recipe, parallel)
+        signum = 0 if _is_done(recipe, fresh, parallel) else train(recipe, parallel)
     except DriverFailed:
         return EXIT_CONSEQUENCE
     except OpoError as error:
@@ -234,7 +236,7 @@ def _train_rank(recipe: Recipe, fresh: bool = False) -> int:
         print(f"rank {rank} lost its connection to another rank, which has ended", file=sys.stderr)
         return EXIT_CONSEQUENCE
     shutdown()
-    return 0 if finished else EXIT_REQUEUE
+    return stopped_code(signum)
 
 
 def _is_done(recipe: Recipe, fresh: bool, parallel: "Parallel") -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_opo.errors import LogError
+from megatron_opo.stop import SAME_WISH_SECONDS
 
 GRACE_SECONDS = 30.0
 # How long the others have to notice by themselves that one is gone.
@@ -29,6 +30,11 @@ PR_SET_PDEATHSIG = 1
 
 class Stopped(Exception):
     """A signal asks the job to end."""
+
+
+def stopped_code(signum: int) -> int:
+    """The exit code of what was asked to stop by `signum`, and did so in order; 0 for 0."""
+    return EXIT_REQUEUE if signum == signal.SIGUSR1 else 128 + signum if signum else 0
 
 
 def started_by_launcher() -> bool:
@@ -78,7 +84,8 @@ def run_ranks(
 
     Rank 0 has this terminal; the others write to `log_dir`/rank_N.log. When one rank fails the
     others are ended, and the end of its log is shown. No rank outlives this process, not even when
-    it is killed. SIGUSR1 is passed on to rank 0.
+    it is killed. SIGUSR1 is passed on to rank 0, and so are SIGINT and SIGTERM: it writes what is
+    to be kept and tells the others; a second one ends all at once.
 
     Args:
         problem: asked all the time; what it says (of another machine, say) ends the ranks.
@@ -90,23 +97,16 @@ def run_ranks(
     environment = _environment(seats)
     ranks: list[subprocess.Popen] = []
     warning = warning or TimeWarning()
+    leads = seats.ranks.start == 0
     with raising_on_signals(), _noting(warning):
         try:
             for rank in seats.ranks:
                 ranks.append(_start(command, rank, seats, environment, log_dir))
-            leads = seats.ranks.start == 0
-            failed = _wait(ranks, problem, warning if leads else None)
+            failed = _wait(ranks, problem, warning, leads)
         except Stopped as stopped:
-            signum = stopped.args[0]
-            for again in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(again, lambda *_: _kill(ranks))
-            # Rank 0 closes what it owns and tells the others.
-            if ranks:
-                ranks[0].send_signal(signal.SIGINT)
-            _end(ranks, patience=GRACE_SECONDS)
-            return 128 + signum
+            return _stop(ranks, stopped.args[0], leads, problem)
         except OSError as error:
-            _end(ranks)
+            _end(ranks, leads)
             raise LogError(
                 f"{log_dir}: cannot be written: {error.strerror or error}; give a run_dir in "
                 "which you may create files"
@@ -118,6 +118,23 @@ def run_ranks(
     code = ranks[failed].returncode
     _explain(seats.ranks[failed], code, log_dir)
     return code if code > 0 else 128 - code
+
+
+def _stop(
+    ranks: list[subprocess.Popen], signum: int, leads: bool, problem: Callable[[], str | None]
+) -> int:
+    asked = time.monotonic()
+
+    def insist(*_) -> None:
+        if time.monotonic() - asked > SAME_WISH_SECONDS:
+            _kill(ranks)
+
+    for again in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(again, insist)
+    if leads and ranks:
+        ranks[0].send_signal(signal.SIGINT)
+    _wait(ranks, problem, None, leads)
+    return 128 + signum
 
 
 def _environment(seats: Seats) -> dict[str, str]:
@@ -144,6 +161,10 @@ def _start(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         # A warning that comes before the rank listens for it must not end it.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        if rank != 0:
+            # Slurm tells all; rank 0 decides when the others stop.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         if sys.platform == "linux":
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != launcher:
@@ -192,22 +213,25 @@ def _noting(warning: TimeWarning) -> Iterator[None]:
 
 
 def _wait(
-    ranks: list[subprocess.Popen], problem: Callable[[], str | None], warning: TimeWarning | None
+    ranks: list[subprocess.Popen],
+    problem: Callable[[], str | None],
+    warning: TimeWarning | None,
+    leads: bool,
 ) -> int | None:
     """Which of `ranks` is to blame, or ELSEWHERE, or None when all succeeded; all have ended by
     then."""
     while True:
-        if warning is not None:
+        if warning is not None and leads:
             warning.pass_on(ranks[0])
         if (what := problem()) is not None:
             print(f"error: {what}", file=sys.stderr)
-            _end(ranks, patience=NOTICE_SECONDS)
+            _end(ranks, leads, patience=NOTICE_SECONDS)
             return ELSEWHERE
         codes = [rank.poll() for rank in ranks]
         if any(codes):
             # Who is told of a failure may well end before rank 0 has closed what it owns.
             told = EXIT_CONSEQUENCE in codes or codes[0]
-            _end(ranks, patience=GRACE_SECONDS if told else NOTICE_SECONDS)
+            _end(ranks, leads, patience=GRACE_SECONDS if told else NOTICE_SECONDS)
             return _to_blame(codes, [rank.returncode for rank in ranks])
         if all(code == 0 for code in codes):
             return None
@@ -228,7 +252,8 @@ def _to_blame(first: list[int | None], last: list[int]) -> int:
 
 
 def _explain(failed: int, code: int, log_dir: Path) -> None:
-    if (failed == 0 and code > 0) or code == EXIT_REQUEUE:
+    in_order = (EXIT_REQUEUE, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+    if (failed == 0 and code > 0) or code in in_order:
         return  # its own words stand above
     how = f"failed with exit code {code}"
     if code < 0:
@@ -244,12 +269,14 @@ def _explain(failed: int, code: int, log_dir: Path) -> None:
     print("\n".join([f"error: rank {failed} {how}", *lines]), file=sys.stderr)
 
 
-def _end(ranks: list[subprocess.Popen], patience: float = 0.0) -> None:
+def _end(ranks: list[subprocess.Popen], leads: bool, patience: float = 0.0) -> None:
     _wait_for(ranks, patience)
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.terminate()
-    _wait_for(ranks, GRACE_SECONDS)
+    if leads and ranks:
+        _kill(ranks[1:])
+        # Rank 0 may have to close what it owns.
+        if ranks[0].poll() is None:
+            ranks[0].terminate()
+        _wait_for(ranks[:1], GRACE_SECONDS)
     _kill(ranks)
 
 

@@ -7,6 +7,7 @@ program. On the other ranks `desk`, and whatever a stage returns, is None, whate
 
 import os
 import shutil
+import signal
 import time
 from collections import deque
 from contextlib import nullcontext
@@ -44,10 +45,10 @@ from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
 
 
-def train(recipe: Recipe, parallel: Parallel) -> bool:
+def train(recipe: Recipe, parallel: Parallel) -> int:
     """Run the recipe from its newest checkpoint, or from the model directory, to its last step.
 
-    False when it was asked to stop before that (`stop`); it has a checkpoint then.
+    The signal that asked it to stop before that (`stop`), after a checkpoint, or 0.
     """
     driver = Driver(parallel.rank, parallel.control)
     hf_config = check_model(recipe)
@@ -59,15 +60,16 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
     with desk or nullcontext(), checkpoints:
         actor = start(recipe, hf_config, parallel, driver, desk, found.checkpoint, shared)
         check_probe(actor, desk, driver)
+        driver.run(lambda: desk.stop.keep_from_now_on())
         if recipe.eval.at_start and actor.version == 0:
             driver.run(lambda: evaluate(desk, version=0))
 
         while (step := actor.version) < recipe.train.steps:
             batch = driver.run(lambda: collect(desk, version=step))
             metrics = checkpoints.poll()
-            if is_asked_to_stop(desk, driver):
+            if signum := stop_signal(desk, driver):
                 checkpoint_and_note(actor, desk, driver, checkpoints)
-                return False
+                return signum
             hand_over_to_trainer(actor, desk, driver)
             set_advantages(batch, actor, desk, driver)
             with phase(desk, "update"):
@@ -89,7 +91,7 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
         driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
         if recipe.checkpoint.export_hf:
             export(actor, desk, driver, required=True)
-    return True
+    return 0
 
 
 def start(
@@ -121,9 +123,10 @@ def start(
     return actor
 
 
-def is_asked_to_stop(desk: Desk, driver: Driver) -> bool:
-    asked = [torch.tensor(desk.stop.asked)] if driver.is_here else None
-    return bool(driver.share(asked)[0])
+def stop_signal(desk: Desk, driver: Driver) -> int:
+    """What has asked for a stop, or 0; the same on all ranks."""
+    asked = [torch.tensor(desk.stop.signum or 0)] if driver.is_here else None
+    return int(driver.share(asked)[0])
 
 
 def checkpoint_and_note(
@@ -135,8 +138,8 @@ def checkpoint_and_note(
     finish_checkpoint(desk, checkpoints)
     driver.run(
         lambda: desk.log.note(
-            f"stopped after step {actor.version}, as asked (SIGUSR1); the same command goes on "
-            "from there"
+            f"stopped after step {actor.version}, as asked "
+            f"({signal.Signals(desk.stop.signum or 0).name}); the same command goes on from there"
         )
     )
 

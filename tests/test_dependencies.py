@@ -32,7 +32,7 @@ ALLOWED = {
     "weights": BASE,
     "actor": BASE | {"weights", "model_fit", "on_policy", "spmd", "runs", "checkpoint_files"},
     "dynamic_sampling": BASE,
-    "launch": {"errors"},
+    "launch": {"errors", "stop"},
     "plan": {"errors", "model_fit", "recipe", "weights"},
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},

@@ -237,18 +237,25 @@ def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path):
     command = [sys.executable, "-m", "megatron_opo", "train", "recipe.yaml", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     metrics = project / "runs" / "letters" / "metrics.jsonl"
-    with (tmp_path / "output").open("w") as output:
-        first = subprocess.Popen(
-            [*command, "train.steps=1000"], cwd=project, env=environment, stdout=output, stderr=2
-        )
-        deadline = time.monotonic() + 240
-        while not (metrics.exists() and '"step": 1' in metrics.read_text()):
-            assert first.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        first.send_signal(signal.SIGUSR1)
-        assert first.wait(60) == EXIT_REQUEUE, (tmp_path / "output").read_text()
-    trained = len(read_metrics(project, "train"))
-    assert f"stopped after step {trained}, as asked" in (tmp_path / "output").read_text()
+    trained = 0
+    for signum, code in ((signal.SIGUSR1, EXIT_REQUEUE), (signal.SIGTERM, 143)):
+        with (tmp_path / "output").open("w") as output:
+            run = subprocess.Popen(
+                [*command, "train.steps=1000"],
+                cwd=project,
+                env=environment,
+                stdout=output,
+                stderr=output,
+            )
+            deadline = time.monotonic() + 240
+            while not (metrics.exists() and f'"step": {trained + 1}' in metrics.read_text()):
+                assert run.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            run.send_signal(signum)
+            assert run.wait(60) == code, (tmp_path / "output").read_text()
+        trained = len(read_metrics(project, "train"))
+        said = f"stopped after step {trained}, as asked ({signum.name})"
+        assert said in (tmp_path / "output").read_text()
     again = train(project, *arguments, f"train.steps={trained + 1}")
     assert again.returncode == 0, again.stdout
     steps = [record["step"] for record in read_metrics(project, "train")]

@@ -134,3 +134,30 @@ def test_a_signal_to_the_launcher_ends_all_ranks(tmp_path, signum, code):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert (tmp_path / "closed").exists() == (signum != signal.SIGKILL)
+
+
+def test_a_second_signal_ends_ranks_that_take_their_time(tmp_path):
+    (tmp_path / "rank.py").write_text(
+        "import os, signal, time\n"
+        "from pathlib import Path\n"
+        "signal.signal(signal.SIGINT, lambda *_: Path('asked').touch())\n"
+        "Path('pid_' + os.environ['RANK']).write_text('')\n"
+        "while True: time.sleep(0.05)\n"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH], env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"pid_{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    while not (tmp_path / "asked").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert launcher.poll() is None
+    while launcher.poll() is None:  # insist
+        launcher.send_signal(signal.SIGTERM)
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert launcher.returncode == 143

@@ -2,18 +2,24 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from megatron_opo.stop import StopRequest
+from megatron_opo.stop import StopRequest, Terminated
 
 
 @pytest.fixture(autouse=True)
-def default_signal():
-    previous = signal.getsignal(signal.SIGUSR1)
+def default_signals():
+    previous = {s: signal.getsignal(s) for s in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)}
+    # Tests that run in the background inherit an ignored SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGUSR1, previous)
+    for signum, handler in previous.items():
+        signal.signal(signum, handler)
 
 
 def ask() -> None:
@@ -59,3 +65,68 @@ def test_a_warning_while_closing_is_ignored():
         pass
     ask()
     time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("signum", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_before_there_is_anything_to_keep_an_interrupt_ends_it(signum, kind):
+    with pytest.raises(kind), StopRequest():
+        os.kill(os.getpid(), signum)
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_comes_twice_is_one_wish(signum):
+    before = signal.getsignal(signum)
+    with StopRequest() as stop:
+        stop.keep_from_now_on()
+        assert stop.unless_asked(lambda: os.kill(os.getpid(), signum) or time.sleep(60)) is None
+        os.kill(os.getpid(), signum)
+        time.sleep(0.01)
+        assert stop.signum == signum
+    assert signal.getsignal(signum) == before
+
+
+TWICE = """
+import os, signal, sys, time
+from megatron_opo.stop import StopRequest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with StopRequest() as stop:
+    stop.keep_from_now_on()
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_stops_at_once(signum):
+    process = subprocess.Popen(
+        [sys.executable, "-c", TWICE],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signum)
+        assert process.stderr.readline().startswith("stopping after a checkpoint; once more")
+        while process.poll() is None:
+            process.send_signal(signum)
+            time.sleep(0.2)
+        assert process.returncode == -signum
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopRequest() as stop:
+        stop.keep_from_now_on()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert not stop.asked
