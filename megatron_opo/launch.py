@@ -132,7 +132,7 @@ def _stop(
     for again in (signal.SIGINT, signal.SIGTERM):
         signal.signal(again, insist)
     if leads and ranks:
-        ranks[0].send_signal(signal.SIGINT)
+        ranks[0].send_signal(signum)
     _wait(ranks, problem, None, leads)
     return 128 + signum
 

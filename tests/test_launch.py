@@ -106,8 +106,9 @@ def test_a_log_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
 def test_a_signal_to_the_launcher_ends_all_ranks(tmp_path, signum, code):
     """Rank 0 is interrupted, so that it closes what it owns; it tells the others."""
     (tmp_path / "rank.py").write_text(
-        "import os, sys, time\n"
+        "import os, signal, sys, time\n"
         "from pathlib import Path\n"
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
         "rank = os.environ['RANK']\n"
         "Path(f'pid_{rank}').write_text(str(os.getpid()))\n"
         "try:\n"
@@ -140,7 +141,7 @@ def test_a_second_signal_ends_ranks_that_take_their_time(tmp_path):
     (tmp_path / "rank.py").write_text(
         "import os, signal, time\n"
         "from pathlib import Path\n"
-        "signal.signal(signal.SIGINT, lambda *_: Path('asked').touch())\n"
+        "signal.signal(signal.SIGTERM, lambda *_: Path('asked').touch())\n"
         "Path('pid_' + os.environ['RANK']).write_text('')\n"
         "while True: time.sleep(0.05)\n"
     )
