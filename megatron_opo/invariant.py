@@ -28,14 +28,15 @@ def check() -> None:
     count = 2 * KEY_BLOCK + ROW_TILE // 2 + 1
     rows, matrix, query, key = (
         torch.randn(shape, generator=generator)
-        for shape in ((count, 576), (576, 200), (1, count, 6, 64), (1, count, 2, 64))
+        for shape in ((count, 576), (576, 200), (1, count, 6, 64), (1, 2, count, 64))
     )
     positions = torch.arange(count)[None]
     products = matmul(rows, matrix)
     attended = attention(query, key, key, positions, 0.1)
     for i in range(count):
         one, seen = slice(i, i + 1), slice(i + 1)
-        alone = attention(query[:, one], key[:, seen], key[:, seen], positions[:, one], 0.1)
+        context = key[:, :, seen]
+        alone = attention(query[:, one], context, context, positions[:, one], 0.1)
         if not (
             torch.equal(matmul(rows[one], matrix), products[one])
             and torch.equal(alone, attended[:, one])
@@ -71,7 +72,7 @@ def attention(
 
     Args:
         query: [B, R, heads, channels]
-        key, value: [B, L, key-value heads, channels]; place i of L is position i.
+        key, value: [B, key-value heads, L, channels]; place i of L is position i.
         positions: [B, R], each below L: a query sees the keys up to its own position.
         window: and of these only so many before it.
 
@@ -87,14 +88,12 @@ def attention(
 
 def _attention(query, key, value, positions, scale, window) -> torch.Tensor:
     batch, count, heads, _ = query.shape
-    kv_heads = key.shape[2]
+    kv_heads = key.shape[1]
     group = heads // kv_heads
     # [B * key-value heads, rows, channels]: the query heads that share a key are its rows.
     rows = query.float().unflatten(2, (kv_heads, group)).transpose(1, 2)
     rows = _fill(rows.reshape(batch * kv_heads, count * group, -1), 1, ROW_TILE)
-    keys, values = (
-        _fill(part.float().transpose(1, 2).flatten(0, 1), 1, KEY_BLOCK) for part in (key, value)
-    )
+    keys, values = (_fill(part.float().flatten(0, 1), 1, KEY_BLOCK) for part in (key, value))
     scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(scale)
     scores.masked_fill_(_hidden(positions, group, scores, window), -torch.inf)
     weights = torch.softmax(scores, -1)

@@ -78,12 +78,12 @@ def attend_extend(
     lengths, counts = seq_lens.tolist(), extend_seq_lens.tolist()
     queries, outputs = query.split(counts), output.split(counts)
     for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        slots = req_to_token[req_pool_indices[i], :length]
+        slots = req_to_token[req_pool_indices[i], None, :length]
         positions = torch.arange(length - count, length)
         outputs[i][:] = invariant.attention(
             queries[i][None],
-            k_cache[slots][None],
-            v_cache[slots][None],
+            _gather(k_cache, slots),
+            _gather(v_cache, slots),
             positions[None],
             scaling,
             sliding_window_size,
@@ -114,9 +114,23 @@ def attend_decode(
         places = torch.arange(count * invariant.KEY_BLOCK)[None].minimum(last)
         slots = req_to_token[req_pool_indices[chosen, None], places]
         output[chosen] = invariant.attention(
-            query[chosen, None], k_cache[slots], v_cache[slots], last, scaling, sliding_window_size
+            query[chosen, None],
+            _gather(k_cache, slots),
+            _gather(v_cache, slots),
+            last,
+            scaling,
+            sliding_window_size,
         )[:, 0]
     return output
+
+
+def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[slots, heads, channels], [requests, places] -> [requests, heads, places, channels]."""
+    heads = torch.arange(cache.shape[1])[:, None]
+    rows = slots[:, None] * cache.shape[1] + heads
+    # Far faster than indexing, which goes element by element.
+    found = cache.flatten(0, 1).index_select(0, rows.flatten())
+    return found.view(*rows.shape, cache.shape[2])
 
 
 def _refuse_encoder(encoder_lens) -> None:

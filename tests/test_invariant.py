@@ -44,8 +44,8 @@ def context(shape, dtype):
     heads, kv_heads, channels = shape
     return (
         normal(1, CONTEXT, heads, channels, dtype=dtype),
-        normal(1, CONTEXT, kv_heads, channels, seed=1, dtype=dtype),
-        normal(1, CONTEXT, kv_heads, channels, seed=2, dtype=dtype),
+        normal(1, kv_heads, CONTEXT, channels, seed=1, dtype=dtype),
+        normal(1, kv_heads, CONTEXT, channels, seed=2, dtype=dtype),
         torch.arange(CONTEXT)[None],
     )
 
@@ -56,12 +56,12 @@ def test_attention_is_that_of_the_definition(shape, dtype, window):
     query, key, value, positions = context(shape, dtype)
     scale = shape[2] ** -0.5
     group = shape[0] // shape[1]
-    keys, values = (x.double().repeat_interleave(group, 2) for x in (key, value))
-    scores = torch.einsum("bqhc,bkhc->bhqk", query.double(), keys) * scale
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
+    scores = torch.einsum("bqhc,bhkc->bhqk", query.double(), keys) * scale
     distance = positions[0][:, None] - positions[0]
     allowed = (distance >= 0) & (distance <= (CONTEXT if window is None else window))
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-    exact = torch.einsum("bhqk,bkhc->bqhc", weights, values)
+    exact = torch.einsum("bhqk,bhkc->bqhc", weights, values)
     found = attention(query, key, value, positions, scale, window)
     assert found.dtype == dtype
     rounding = 3e-6 if dtype == torch.float32 else 1e-2
@@ -84,7 +84,7 @@ def test_a_query_is_answered_the_same_in_prefill_chunk_and_decode(
     chunk = slice(first, first + count)
     seen = slice(min(first + count, CONTEXT))
     of_chunk = attention(
-        query[:, chunk], key[:, seen], value[:, seen], positions[:, chunk], 0.2, window
+        query[:, chunk], key[:, :, seen], value[:, :, seen], positions[:, chunk], 0.2, window
     )
     assert torch.equal(of_chunk, whole[:, chunk])
 
@@ -95,8 +95,8 @@ def test_a_query_is_answered_the_same_beside_other_requests():
     places = torch.tensor([299, 0, 17, 128, 17])
     decoded = attention(
         query[0, places, None],
-        torch.cat([key, key.flip(1), key, key, key]),
-        torch.cat([value, value.flip(1), value, value, value]),
+        torch.cat([key, key.flip(2), key, key, key]),
+        torch.cat([value, value.flip(2), value, value, value]),
         places[:, None],
         0.2,
     )
