@@ -83,3 +83,35 @@ def test_megatron_and_sglang_are_imported_where_they_belong():
         for library, allowed in ONLY_IN.items():
             uses = any(name.split(".")[0] == library for name in imports_of(path))
             assert not uses or part in allowed, f"{path} imports {library}"
+
+
+def calls_of(path: Path) -> set[str]:
+    """What is called or inherited from in it, as it is written: "pickle.loads", "time.time"."""
+    tree = ast.parse(path.read_text())
+    names = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names += [base for n in ast.walk(tree) if isinstance(n, ast.ClassDef) for base in n.bases]
+    return {ast.unparse(name) for name in names}
+
+
+def callers(*names: str) -> set[str]:
+    return {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if calls_of(path) & set(names)
+    }
+
+
+def test_nothing_is_unpickled_but_what_cannot_run_code():
+    """The one unpickler refuses all but a few names; torch.load reads tensors only."""
+    assert callers("pickle.load", "pickle.loads", "eval", "exec", "np.load") == set()
+    assert callers("pickle.Unpickler") == {"weights/torch_dist.py"}
+    assert callers("torch.load") == {"weights/chunk_file.py"}
+    assert "weights_only=True" in (PACKAGE / "weights" / "chunk_file.py").read_text()
+
+
+def test_no_deadline_depends_on_the_clock_of_the_wall():
+    assert callers("time.time", "datetime.now") == {
+        "preflight.py",  # compares the nodes' clocks
+        "observe/run_log.py",  # writes the time down
+        "weights/new_directory.py",  # the age of what a killed process left
+    }
