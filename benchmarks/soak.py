@@ -32,7 +32,15 @@ from megatron_opo.recipe import Recipe, load_recipe
 ROOT = Path(__file__).parents[1]
 END_SECONDS = 120.0
 # What an undisturbed run has otherwise, too.
-UNLIKE = ("timing_s/", "perf/", "rollout/retries", "rollout/restarts", "rollout/servers", "sync/")
+UNLIKE = (
+    "timing_s/",
+    "perf/",
+    "rollout/retries",
+    "rollout/restarts",
+    "rollout/servers",
+    "sync/",
+    "checkpoint/",
+)
 
 
 @dataclass(frozen=True)
