@@ -46,7 +46,8 @@ PROBE_TOKENS = 32
 
 @dataclass
 class Desk:
-    """`drawn` and `samplings` are of the step in hand, for its metrics and samples."""
+    """`drawn` and `samplings` are of the step in hand, for its metrics and samples;
+    `skipped_updates` were skipped since the last one."""
 
     recipe: Recipe
     log: RunLog
@@ -60,6 +61,7 @@ class Desk:
     best_eval: BestEval | None = None
     drawn: Drawn = field(default_factory=lambda: Drawn([], [], 0))
     samplings: list[RolloutStats] = field(default_factory=list)
+    skipped_updates: int = 0
 
     def wait_until_ready(self) -> None:
         """The servers answer."""

@@ -18,13 +18,9 @@ import torch.distributed as dist
 from megatron_opo.actor.checkpoint import find_whole_checkpoint, load_checkpoint
 from megatron_opo.actor.checkpoint_writer import CheckpointWriter
 from megatron_opo.actor.parallel import Parallel
-from megatron_opo.actor.step import Actor, Scores
-from megatron_opo.advantages import (
-    NEEDS_SCORES,
-    baselines,
-    group_advantages_,
-    token_energies,
-)
+from megatron_opo.actor.replicas import check_replicas
+from megatron_opo.actor.step import Actor
+from megatron_opo.advantages import baselines
 from megatron_opo.advantages.truncation import shape_rewards
 from megatron_opo.batch import Group, PackedBatch, pack
 from megatron_opo.checkpoint_source import find_checkpoint
@@ -39,6 +35,7 @@ from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import SharedBucket, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver
+from megatron_opo.update import keep_if_due, phase, take_step
 from megatron_opo.weights.export import export_hf, largest_tensor
 from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
@@ -69,11 +66,13 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
                 checkpoint_and_note(actor, desk, driver, checkpoints)
                 return False
             hand_over_to_trainer(actor, desk, driver)
-            set_advantages(batch, actor, desk, driver)
-            with phase(desk, "update"):
-                metrics |= actor.update(batch, version=step)
+            metrics |= take_step(batch, actor, desk, driver)
+            if is_due(recipe.train.check_ranks_every, actor.version):
+                check_replicas(actor)
             hand_over_to_servers(actor, desk)
             metrics |= sync(actor, desk, driver, shared)
+            if actor.version == step:
+                continue  # the batch was skipped
             driver.run(lambda: log_step(desk, batch, metrics, version=step))  # noqa: B023
             done = actor.version == recipe.train.steps
             if is_due(recipe.eval.every, actor.version) or (done and recipe.eval.at_end):
@@ -112,6 +111,8 @@ def start(
     actor.weights_loaded()
     if checkpoint:
         load_checkpoint(actor, checkpoint)
+    if recipe.train.check_ranks_every:
+        check_replicas(actor)
     if hands_over:
         hand_over_to_servers(actor, desk)
     else:
@@ -202,23 +203,6 @@ def _collect(desk: Desk, version: int) -> PackedBatch:
     return pack(shape(desk.drawn.groups))
 
 
-def set_advantages(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> None:
-    """Token-level advantages. Some estimators weight by the policy's own probabilities: for these,
-    one more forward pass."""
-    scores = None
-    if actor.recipe.algorithm.estimator in NEEDS_SCORES:
-        with phase(desk, "score"):
-            scores = actor.score(batch)
-    driver.run(lambda: write_advantages(desk, batch, scores))
-
-
-def write_advantages(desk: Desk, batch: PackedBatch, scores: Scores | None) -> None:
-    algorithm = desk.recipe.algorithm
-    with desk.log.phase("advantage"):
-        energies = scores and token_energies(scores.logprobs, scores.sum_squared_probs)
-        group_advantages_(batch, algorithm.estimator, algorithm.singleton, energies)
-
-
 def open_shared_bucket(recipe: Recipe, hf_config: dict, parallel: Parallel) -> SharedBucket | None:
     """What weights are sent by, where that is shared memory."""
     if recipe.transport(parallel.device.type) != "shared_memory":
@@ -294,6 +278,7 @@ def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version:
     advantages[batch.sample_ids] = batch.mean_advantages
     desk.log.samples(version + 1, groups, _per_group(advantages, groups))
     desk.log.step(version + 1, metrics)
+    keep_if_due(desk, batch, version)
 
 
 def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
@@ -347,10 +332,6 @@ def export(actor: Actor, desk: Desk, driver: Driver, required: bool) -> None:
 
     with phase(desk, "export"):
         driver.run(write, meanwhile=lambda: deque(weights, maxlen=0))
-
-
-def phase(desk: Desk, name: str):
-    return desk.log.phase(name) if desk else nullcontext()
 
 
 def is_due(every: int, version: int) -> bool:

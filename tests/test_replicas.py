@@ -1,0 +1,142 @@
+"""Copies that differ by one bit on one rank are found, named, and nothing is saved of them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_opo.actor.replicas import checksum
+from tests.actor_cases import _step, open_actor
+from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.ranks import run_ranks
+
+MATRIX = "decoder.layers.0.mlp.linear_fc2.weight"
+NORM = "decoder.layers.0.input_layernorm.weight"
+
+
+def flip_a_bit(tensor: torch.Tensor, place: int) -> None:
+    words = tensor.detach().view(-1).view(torch.int32)
+    words[place] ^= 1
+
+
+def moment_of(actor, name: str) -> torch.Tensor:
+    parameter = dict(actor.modules[0].named_parameters())[name]
+    main = getattr(parameter, "main_param", parameter)
+    parts = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+    return next(p.optimizer.state[main]["exp_avg"] for p in parts if main in p.optimizer.state)
+
+
+def corrupt_one_by_one(model: str, run_dir: str, overrides: list[str], names: list[str], rank: int):
+    """What is said after two steps, and then with one bit of each tensor flipped on `rank`."""
+    from megatron_opo.actor.replicas import check_replicas
+    from megatron_opo.errors import TrainingError
+
+    actor = open_actor(model, run_dir, overrides)
+    check_replicas(actor)
+    _step(actor)
+    _step(actor)
+    check_replicas(actor)
+    said = {}
+    for name in names:
+        tensor = None
+        if actor.parallel.rank == rank:
+            kind, _, parameter = name.rpartition(" ")
+            named = dict(actor.modules[0].named_parameters())
+            tensor = moment_of(actor, parameter) if kind else named[parameter]
+            flip_a_bit(tensor, tensor.numel() // 2)
+        try:
+            check_replicas(actor)
+            said[name] = ""
+        except TrainingError as error:
+            said[name] = str(error)
+        if tensor is not None:
+            flip_a_bit(tensor, tensor.numel() // 2)
+    check_replicas(actor)
+    if actor.parallel.rank == rank:
+        actor.version += 1
+    with pytest.raises(TrainingError, match="the policy's version: rank"):
+        check_replicas(actor)
+    return said
+
+
+EXPERT = "decoder.layers.0.mlp.experts.weight1"
+EMBEDDING = "embedding.word_embeddings.weight"
+# What differs by one bit on rank 1, and whether another rank has the same.
+CASES = {
+    "DP2": (2, ["actor.data_parallel=2"], {MATRIX: True, NORM: True}),
+    "DP2, optimizer not sharded": (
+        2,
+        ["actor.data_parallel=2", "optimizer.distributed=false"],
+        {MATRIX: True, f"moment {MATRIX}": True, f"moment {NORM}": True},
+    ),
+    "TP2, bfloat16": (
+        2,
+        ["actor.tensor_parallel=2", "optimizer.distributed=false", "model.dtype=bfloat16"],
+        {MATRIX: False, NORM: True, f"moment {NORM}": True, f"moment {MATRIX}": False},
+    ),
+    "TP2 sequence parallel": (
+        2,
+        ["actor.tensor_parallel=2", "actor.sequence_parallel=true"],
+        {MATRIX: False, NORM: True},
+    ),
+    "PP2": (2, ["actor.pipeline_parallel=2"], {MATRIX: False, "output_layer.weight": True}),
+    "TP2 DP2": (4, ["actor.tensor_parallel=2", "actor.data_parallel=2"], {MATRIX: True}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_qwen3(tmp_path_factory.mktemp("model") / "model"))
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_one_bit_on_one_rank_is_found_where_others_hold_the_same(layout, model, tmp_path):
+    ranks, overrides, cases = CASES[layout]
+    answers = run_ranks(ranks, corrupt_one_by_one, model, str(tmp_path), overrides, [*cases], 1)
+    for said in answers:
+        assert said == answers[0], "all ranks say the same"
+        for name, is_found in cases.items():
+            message = said[name]
+            print(message)
+            assert bool(message) == is_found, name
+            if is_found:
+                assert message.startswith("version 2: ranks hold different values")
+                assert name.rpartition(" ")[2] in message or layout == "PP2"
+                assert "Nothing of this version was saved" in message
+
+
+def test_experts_are_compared_with_those_of_the_same_number(tmp_path):
+    model = tiny_qwen3_moe(tmp_path / "model")
+    overrides = ["actor.expert_parallel=2", "actor.data_parallel=2"]
+    names = ["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", NORM]
+    answers = run_ranks(2, corrupt_one_by_one, str(model), str(tmp_path), overrides, names, 1)
+    for said in answers:
+        print(said)
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]),
+    st.integers(1, 40),
+    st.data(),
+)
+def test_any_changed_bit_and_any_swap_changes_the_checksum(dtype, size, data):
+    width = torch.empty(0, dtype=dtype).element_size()
+    raw = bytearray(data.draw(st.binary(min_size=size * width, max_size=size * width)))
+    tensor = torch.frombuffer(bytes(raw), dtype=dtype).clone()
+    before = checksum(tensor)
+    assert checksum(tensor.view(1, -1).T) == before
+    bit = data.draw(st.integers(0, 8 * len(raw) - 1))
+    raw[bit // 8] ^= 1 << bit % 8
+    assert checksum(torch.frombuffer(raw, dtype=dtype)) != before
+    i, j = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
+    swapped = tensor.clone()
+    swapped[i], swapped[j] = tensor[j], tensor[i]
+    is_same = swapped.view(torch.uint8).equal(tensor.view(torch.uint8))
+    assert (checksum(swapped) == before) == is_same
+
+
+def test_a_checksum_over_several_chunks_is_that_of_one(monkeypatch):
+    tensor = torch.randn(1000)
+    whole = checksum(tensor)
+    monkeypatch.setattr("megatron_opo.actor.replicas.CHUNK", 7)
+    assert checksum(tensor) == whole
