@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -197,8 +198,11 @@ def _train(options: argparse.Namespace) -> int:
     if not files:
         return run_ranks(command, all_seats(world_size), recipe.run_path / "logs")
     command += ["--replay", *map(str, files)]
-    with tempfile.TemporaryDirectory() as logs:
-        return run_ranks(command, all_seats(world_size), Path(logs))
+    logs = Path(tempfile.mkdtemp(prefix="megatron_opo_replay_"))
+    code = run_ranks(command, all_seats(world_size), logs)
+    if code == 0:
+        shutil.rmtree(logs)
+    return code
 
 
 def _launch(options: argparse.Namespace) -> int:

@@ -110,7 +110,7 @@ def find_start(recipe: Recipe, kept: KeptBatch) -> str:
 
 def show_start(recipe: Recipe, kept: KeptBatch, directory: str) -> None:
     print(f"starting from {directory or 'the weights that training starts from'}")
-    for change in changed_fields(kept.recipe, recipe):
+    for change in changed_fields(kept.recipe, recipe) if kept.recipe else ():
         print(f"the recipe is another one than the batch's: {change}")
 
 

@@ -1,5 +1,7 @@
 """Copies that differ by one bit on one rank are found, named, and nothing is saved of them."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,15 +17,21 @@ NORM = "decoder.layers.0.input_layernorm.weight"
 
 
 def flip_a_bit(tensor: torch.Tensor, place: int) -> None:
-    words = tensor.detach().view(-1).view(torch.int32)
-    words[place] ^= 1
+    words = tensor.detach().view(-1)
+    words.view({2: torch.int16, 4: torch.int32}[words.itemsize])[place] ^= 1
 
 
-def moment_of(actor, name: str) -> torch.Tensor:
+def find(actor, name: str) -> torch.Tensor:
+    """A parameter, or something else "of" one."""
+    kind, _, name = name.rpartition(" of ")
     parameter = dict(actor.modules[0].named_parameters())[name]
+    if not kind:
+        return parameter
     main = getattr(parameter, "main_param", parameter)
+    if kind == "main parameter":
+        return main
     parts = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
-    return next(p.optimizer.state[main]["exp_avg"] for p in parts if main in p.optimizer.state)
+    return next(p.optimizer.state[main][kind] for p in parts if main in p.optimizer.state)
 
 
 def corrupt_one_by_one(model: str, run_dir: str, overrides: list[str], names: list[str], rank: int):
@@ -40,9 +48,7 @@ def corrupt_one_by_one(model: str, run_dir: str, overrides: list[str], names: li
     for name in names:
         tensor = None
         if actor.parallel.rank == rank:
-            kind, _, parameter = name.rpartition(" ")
-            named = dict(actor.modules[0].named_parameters())
-            tensor = moment_of(actor, parameter) if kind else named[parameter]
+            tensor = find(actor, name)
             flip_a_bit(tensor, tensor.numel() // 2)
         try:
             check_replicas(actor)
@@ -59,28 +65,29 @@ def corrupt_one_by_one(model: str, run_dir: str, overrides: list[str], names: li
     return said
 
 
-EXPERT = "decoder.layers.0.mlp.experts.weight1"
-EMBEDDING = "embedding.word_embeddings.weight"
-# What differs by one bit on rank 1, and whether another rank has the same.
+# Tensors of which one bit is flipped on rank 1, and whether another rank has the same.
 CASES = {
-    "DP2": (2, ["actor.data_parallel=2"], {MATRIX: True, NORM: True}),
+    "TP2 DP2": (
+        ["actor.tensor_parallel=2", "actor.data_parallel=2"],
+        {MATRIX: "rank 1 has X, rank 3 has X", NORM: "ranks 0, 2, 3 have X, rank 1 has X"},
+    ),
     "DP2, optimizer not sharded": (
-        2,
         ["actor.data_parallel=2", "optimizer.distributed=false"],
-        {MATRIX: True, f"moment {MATRIX}": True, f"moment {NORM}": True},
+        dict.fromkeys((MATRIX, f"exp_avg of {NORM}"), "rank 0 has X, rank 1 has X"),
     ),
     "TP2, bfloat16": (
-        2,
         ["actor.tensor_parallel=2", "optimizer.distributed=false", "model.dtype=bfloat16"],
-        {MATRIX: False, NORM: True, f"moment {NORM}": True, f"moment {MATRIX}": False},
+        {
+            MATRIX: "",
+            f"exp_avg of {MATRIX}": "",
+            f"main parameter of {NORM}": "rank 0 has X, rank 1 has X",
+            f"exp_avg of {NORM}": "rank 0 has X, rank 1 has X",
+        },
     ),
-    "TP2 sequence parallel": (
-        2,
-        ["actor.tensor_parallel=2", "actor.sequence_parallel=true"],
-        {MATRIX: False, NORM: True},
+    "PP2, tied": (
+        ["actor.pipeline_parallel=2"],
+        {MATRIX: "", "output_layer.weight": "rank 0 has X, rank 1 has X"},
     ),
-    "PP2": (2, ["actor.pipeline_parallel=2"], {MATRIX: False, "output_layer.weight": True}),
-    "TP2 DP2": (4, ["actor.tensor_parallel=2", "actor.data_parallel=2"], {MATRIX: True}),
 }
 
 
@@ -91,27 +98,35 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", CASES)
 def test_one_bit_on_one_rank_is_found_where_others_hold_the_same(layout, model, tmp_path):
-    ranks, overrides, cases = CASES[layout]
+    overrides, cases = CASES[layout]
+    ranks = 2 ** layout.count("P2")
     answers = run_ranks(ranks, corrupt_one_by_one, model, str(tmp_path), overrides, [*cases], 1)
     for said in answers:
         assert said == answers[0], "all ranks say the same"
-        for name, is_found in cases.items():
-            message = said[name]
-            print(message)
-            assert bool(message) == is_found, name
-            if is_found:
-                assert message.startswith("version 2: ranks hold different values")
-                assert name.rpartition(" ")[2] in message or layout == "PP2"
-                assert "Nothing of this version was saved" in message
+        for name, expected in cases.items():
+            if not expected:
+                assert said[name] == ""
+                continue
+            first, found, last = said[name].splitlines()
+            assert first.startswith("version 2: ranks hold different values of what must be the")
+            shown = f"{name}: {expected}"
+            if name == "output_layer.weight":
+                shown = f"embedding.word_embeddings.weight of pipeline stage 0 chunk 0: {expected}"
+            assert re.sub("[0-9a-f]{16}", "X", found.strip()) == shown
+            assert last.startswith("Nothing of this version was saved")
 
 
-def test_experts_are_compared_with_those_of_the_same_number(tmp_path):
+def test_ranks_with_different_experts_need_not_agree_on_them(tmp_path):
     model = tiny_qwen3_moe(tmp_path / "model")
     overrides = ["actor.expert_parallel=2", "actor.data_parallel=2"]
-    names = ["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", NORM]
-    answers = run_ranks(2, corrupt_one_by_one, str(model), str(tmp_path), overrides, names, 1)
-    for said in answers:
-        print(said)
+    expert, router = (
+        f"decoder.layers.0.mlp.{name}.weight"
+        for name in ("experts.local_experts.0.linear_fc1", "router")
+    )
+    names = [expert, router]
+    said = run_ranks(2, corrupt_one_by_one, str(model), str(tmp_path), overrides, names, 1)[0]
+    assert said[expert] == ""
+    assert f"{router}: rank 0 has " in said[router]
 
 
 @given(
