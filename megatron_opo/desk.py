@@ -46,7 +46,7 @@ PROBE_TOKENS = 32
 
 @dataclass
 class Desk:
-    """`drawn` and `samplings` are of the step in hand, for its metrics and samples;
+    """`drawn`, `drawn_from` (the cursor's state before) and `samplings` are of the step in hand;
     `skipped_updates` were skipped since the last one."""
 
     recipe: Recipe
@@ -60,6 +60,7 @@ class Desk:
     resources: ExitStack
     best_eval: BestEval | None = None
     drawn: Drawn = field(default_factory=lambda: Drawn([], [], 0))
+    drawn_from: dict[str, Any] = field(default_factory=dict)
     samplings: list[RolloutStats] = field(default_factory=list)
     skipped_updates: int = 0
 

@@ -7,6 +7,7 @@ a run directory of its own, with every batch kept.
 import torch
 
 from megatron_opo.advantages import NEEDS_SCORES
+from megatron_opo.checkpoint_files import Found
 from megatron_opo.desk import open_desk
 from megatron_opo.errors import RecipeError
 from megatron_opo.model_fit import check_model
@@ -42,7 +43,7 @@ def rollout_only(recipe: Recipe) -> bool:
     """Sample, score and log `train.steps` batches; False when asked to stop before the last."""
     hf_config = check_model(recipe)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with open_desk(recipe, hf_config, device, None, None) as desk:
+    with open_desk(recipe, hf_config, device, Found(None), None) as desk:
         desk.wait_until_ready()
         for step in range(recipe.train.steps):
             batch = collect(desk, version=0)

@@ -159,7 +159,7 @@ def changed_fields(before: dict[str, Any], recipe: Recipe) -> list[str]:
 
 def recipe_facts(recipe: Recipe) -> dict[str, Any]:
     """What ranks of one job have to agree on, by name."""
-    return {f"the recipe's {name}": v for name, v in _flat(recipe.model_dump(mode="json")).items()}
+    return {f"the recipe's {name}": v for name, v in _flat(recipe.to_show()).items()}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from megatron_opo.batch import Group, PackedBatch, pack
 from megatron_opo.checkpoint_source import find_checkpoint
 from megatron_opo.desk import Desk, open_desk
 from megatron_opo.dynamic_sampling import draw_groups, has_signal
-from megatron_opo.errors import CheckpointError
+from megatron_opo.errors import CheckpointError, OpoError
 from megatron_opo.model_fit import check_model
 from megatron_opo.observe.metrics import rollout_metrics
 from megatron_opo.observe.report import write_report
@@ -66,7 +66,7 @@ def train(recipe: Recipe, parallel: Parallel) -> bool:
                 checkpoint_and_note(actor, desk, driver, checkpoints)
                 return False
             hand_over_to_trainer(actor, desk, driver)
-            metrics |= take_step(batch, actor, desk, driver)
+            metrics |= take_step_or_end(batch, actor, desk, driver, checkpoints)
             if is_due(recipe.train.check_ranks_every, actor.version):
                 check_replicas(actor)
             hand_over_to_servers(actor, desk)
@@ -142,6 +142,22 @@ def checkpoint_and_note(
     )
 
 
+def take_step_or_end(
+    batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver, checkpoints: CheckpointWriter
+) -> dict[str, float]:
+    """As `take_step`. Before an error of all ranks ends the run, what sampled the batch is saved if
+    it is whole: the run can go on from there, and the batch be replayed."""
+    try:
+        return take_step(batch, actor, desk, driver)
+    except OpoError:
+        if actor.version > checkpoints.version and actor.has_finite_weights():
+            if desk:
+                desk.cursor.restore(desk.drawn_from)
+            with suppress(CheckpointError), phase(desk, "checkpoint"):
+                checkpoints.start(actor, lambda: desk.state())
+        raise
+
+
 def finish_checkpoint(desk: Desk, checkpoints: CheckpointWriter) -> None:
     """Wait until what was begun is complete."""
     with phase(desk, "checkpoint"):
@@ -172,10 +188,10 @@ def collect(desk: Desk, version: int) -> PackedBatch:
         TrainingError: with dynamic sampling, no group gives a signal.
         RewardError: no sample could be scored.
     """
-    cursor = desk.cursor.state()
+    desk.drawn_from = desk.cursor.state()
     batch = desk.stop.unless_asked(lambda: _collect(desk, version))
     if batch is None:
-        desk.cursor.restore(cursor)
+        desk.cursor.restore(desk.drawn_from)
     return batch  # pyright: ignore[reportReturnType]
 
 

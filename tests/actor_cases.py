@@ -123,13 +123,6 @@ def _step(actor) -> dict[str, float]:
     return actor.update(sampled(actor), version=actor.version)
 
 
-def save(actor, cursor: dict) -> None:
-    """A checkpoint, complete when this returns."""
-    from megatron_opo.actor.checkpoint import save_checkpoint
-
-    save_checkpoint(actor, actor.recipe, actor.driver, lambda: cursor)
-
-
 def open_writer(actor):
     from megatron_opo.actor.checkpoint_writer import CheckpointWriter
 

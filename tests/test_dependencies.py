@@ -48,7 +48,8 @@ ALLOWED = {
     "train_only": BASE
     | {"actor", "advantages", "model_fit", "replay", "runs", "spmd", "train", "update"},
     "rollout_only": BASE
-    | {"advantages", "desk", "model_fit", "observe", "replay", "train", "update"},
+    | {"advantages", "checkpoint_files", "desk", "model_fit", "observe"}
+    | {"replay", "train", "update"},
 }
 ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": {"sglang_plugin"}}
 

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_opo.batch import Prompt
 from megatron_opo.dynamic_sampling import Drawn
 from megatron_opo.observe.run_log import RunLog
 from megatron_opo.replay import read_batch
-from tests.actor_cases import make_rollout, open_actor, sampled
+from tests.actor_cases import make_rollout, open_actor, open_writer, sampled
 from tests.models import tiny_qwen3
 from tests.ranks import run_ranks
 
@@ -86,3 +87,63 @@ def test_by_default_the_run_ends_and_says_so_even_where_the_batch_cannot_be_kept
     assert all(error.startswith("DriverFailed: ") for error, _, _ in other if error)
     for i in (0, 2):
         assert "the batch cannot be kept: " in first[i][0]
+
+
+def ended_by_failures(model: str, run_dir: str):
+    """Checkpoints and cursors after an update without a finite gradient ends the run, and after one
+    with weights that are not finite; and before that, the errors."""
+    from megatron_opo.errors import OpoError
+    from megatron_opo.prompts import PromptCursor, PromptSet
+    from megatron_opo.runs import complete_checkpoints, read_checkpoint
+    from megatron_opo.train import take_step_or_end
+
+    actor = open_actor(model, run_dir, ["actor.data_parallel=2"])
+    here, desk = actor.driver.is_here, None
+    if here:
+        recipe = actor.recipe
+        log = RunLog(recipe.run_path, recipe_text="", versions={}, total_steps=9, quiet=True)
+        prompts = tuple(Prompt(str(i), (3,), "", "d", None) for i in range(9))
+        cursor = PromptCursor(PromptSet("train", prompts, 9, 0, 0, 1), shuffle=True, seed=3)
+        desk = SimpleNamespace(
+            recipe=recipe, log=log, drawn=Drawn([], [], 0), skipped_updates=0, cursor=cursor
+        )
+        desk.state = lambda: {"cursor": cursor.state()}
+    writer = open_writer(actor)
+    norm = dict(actor.modules[0].named_parameters())["decoder.final_layernorm.weight"]
+
+    def attempt() -> str:
+        batch = sampled(actor)
+        if desk:
+            desk.drawn_from = cursor.state()
+            cursor.next(2)
+        try:
+            take_step_or_end(batch, actor, desk, actor.driver, writer)
+        except OpoError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            writer.wait()
+        return ""
+
+    attempt()
+    hook = norm.register_hook(lambda gradient: gradient * torch.nan)
+    said = attempt()
+    hook.remove()
+    attempt()
+
+    def break_weight(*_):
+        norm.data[3] = torch.nan
+
+    norm.register_post_accumulate_grad_hook(break_weight)
+    lost = attempt()
+    found = [read_checkpoint(path) for path in complete_checkpoints(actor.recipe.run_path)]
+    return said, lost, [(each.version, each.cursor["position"]) for each in found]
+
+
+def test_the_version_that_sampled_a_failed_batch_is_saved_if_it_is_whole(model, tmp_path):
+    (first, lost, saved), (other, _, _) = run_ranks(
+        2, ended_by_failures, model, str(tmp_path / "run")
+    )
+    assert first.startswith("NonFiniteError: step 2: the gradient is not finite")
+    assert other.startswith("DriverFailed: rank 0 failed: NonFiniteError")
+    assert lost.startswith("TrainingError: step 3 made weights that are not finite")
+    assert saved == [(1, 2)], "and the prompts of the failed batch come again"

@@ -206,7 +206,7 @@ class Actor:
             group["weight_decay"] = self.recipe.optimizer.weight_decay * group["wd_mult"]
         succeeded, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
         assert succeeded, "the optimizer skipped a step although the gradient was finite"
-        broken = self.driver.gather(finite.nonfinite_names(finite.weights(self.modules)))
+        broken = self._broken_weights()
         if any(broken):
             raise TrainingError(
                 f"step {self.version + 1} made weights that are not finite "
@@ -215,6 +215,13 @@ class Actor:
             )
         self.version += 1
         return float(grad_norm)
+
+    def has_finite_weights(self) -> bool:
+        """Of all ranks, on all ranks."""
+        return not any(self._broken_weights())
+
+    def _broken_weights(self) -> list[str]:
+        return self.driver.gather(finite.nonfinite_names(finite.weights(self.modules)))
 
     def _refuse_gradient(self, norm: float) -> None:
         """A rank's norm leaves out what others hold, too: each looks at all of its own."""
