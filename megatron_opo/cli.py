@@ -4,8 +4,10 @@ import argparse
 import io
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.model_fit import check_model
 from megatron_opo.plan import command as plan_command
 from megatron_opo.recipe import Recipe, dump_recipe, load_recipe
-from megatron_opo.runs import is_restart, latest_checkpoint, only_run
+from megatron_opo.runs import is_restart, latest_checkpoint, only_run, recipe_facts
 from megatron_opo.stop import Terminated
 
 if TYPE_CHECKING:
@@ -113,6 +115,20 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="start anew; an earlier run of this name is moved aside, not deleted",
     )
+    modes = train.add_mutually_exclusive_group()
+    modes.add_argument(
+        "--replay",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="take the updates of these kept batches (RUN/batches/) and show their metrics: no "
+        "servers, and nothing is written",
+    )
+    modes.add_argument(
+        "--rollout-only",
+        action="store_true",
+        help="sample and score train.steps batches with the start weights: no training",
+    )
     train.set_defaults(run=_train)
 
     launch = commands.add_parser(
@@ -158,24 +174,37 @@ def _train(options: argparse.Namespace) -> int:
     from megatron_opo.environment import check_environment
     from megatron_opo.launch import all_seats, run_ranks, started_by_launcher
 
-    recipe = load_recipe(options.recipe, options.overrides)
+    # Overrides may stand after the files.
+    files = [Path(word) for word in options.replay if "=" not in word or Path(word).exists()]
+    overrides = options.overrides + [w for w in options.replay if Path(w) not in files]
+    recipe = load_recipe(options.recipe, overrides)
     if options.print_only:
         print(dump_recipe(recipe), end="")
         return 0
-    if started_by_launcher():
-        return _train_rank(recipe, fresh=options.fresh)
+    if files and options.fresh:
+        raise RecipeError("--fresh would move the run aside that --replay looks at; drop one")
+    if started_by_launcher() and not options.rollout_only:
+        return _train_rank(recipe, files, fresh=options.fresh)
     check_environment()
     check_model(recipe)
+    if options.rollout_only:
+        return _rollout_only(recipe, options.fresh)
     if options.fresh:
         _move_aside(recipe.run_path)
-    elif _is_finished(recipe):
+    elif not files and _is_finished(recipe):
         return 0
     world_size = _world_size(recipe)
     if world_size == 1:
-        return _train_rank(recipe)
-    command = [sys.executable, "-m", "megatron_opo", "train", str(options.recipe)]
-    command += options.overrides
-    return run_ranks(command, all_seats(world_size), recipe.run_path / "logs")
+        return _train_rank(recipe, files)
+    command = [sys.executable, "-m", "megatron_opo", "train", str(options.recipe), *overrides]
+    if not files:
+        return run_ranks(command, all_seats(world_size), recipe.run_path / "logs")
+    command += ["--replay", *map(str, files)]
+    logs = Path(tempfile.mkdtemp(prefix="megatron_opo_replay_"))
+    code = run_ranks(command, all_seats(world_size), logs)
+    if code == 0:
+        shutil.rmtree(logs)
+    return code
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -208,19 +237,37 @@ def _world_size(recipe: Recipe) -> int:
     return fewest * max(1, torch.cuda.device_count() // fewest)
 
 
-def _train_rank(recipe: Recipe, fresh: bool = False) -> int:
+def _rollout_only(recipe: Recipe, fresh: bool) -> int:
+    from megatron_opo.launch import EXIT_REQUEUE
+    from megatron_opo.rollout_only import rollout_only, rollout_recipe
+
+    recipe = rollout_recipe(recipe)
+    if fresh:
+        _move_aside(recipe.run_path)
+    _is_finished(recipe)
+    return 0 if rollout_only(recipe) else EXIT_REQUEUE
+
+
+def _train_rank(recipe: Recipe, files: list[Path], fresh: bool = False) -> int:
     rank = int(os.environ.get("RANK", "0"))
     # Megatron's own warnings, about what a user can do nothing about.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\b")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     from megatron_opo.actor.parallel import initialize, shutdown
     from megatron_opo.launch import EXIT_CONSEQUENCE, stopped_code
+    from megatron_opo.preflight import code_hash
     from megatron_opo.spmd import DriverFailed
     from megatron_opo.train import train
+    from megatron_opo.train_only import replay
 
+    facts = {"the code of megatron_opo (hash)": code_hash(Path(__file__).parent)}
     try:
-        parallel = initialize(recipe.actor, seed=recipe.seed)
-        signum = 0 if _is_done(recipe, fresh, parallel) else train(recipe, parallel)
+        parallel = initialize(recipe.actor, seed=recipe.seed, facts=facts | recipe_facts(recipe))
+        signum = 0
+        if files:
+            replay(recipe, files, parallel)
+        elif not _is_done(recipe, fresh, parallel):
+            signum = train(recipe, parallel)
     except DriverFailed:
         return EXIT_CONSEQUENCE
     except OpoError as error:

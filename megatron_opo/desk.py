@@ -46,7 +46,8 @@ PROBE_TOKENS = 32
 
 @dataclass
 class Desk:
-    """`drawn` and `samplings` are of the step in hand, for its metrics and samples."""
+    """`drawn`, `drawn_from` (the cursor's state before) and `samplings` are of the step in hand;
+    `skipped_updates` were skipped since the last one."""
 
     recipe: Recipe
     log: RunLog
@@ -59,7 +60,9 @@ class Desk:
     resources: ExitStack
     best_eval: BestEval | None = None
     drawn: Drawn = field(default_factory=lambda: Drawn([], [], 0))
+    drawn_from: dict[str, Any] = field(default_factory=dict)
     samplings: list[RolloutStats] = field(default_factory=list)
+    skipped_updates: int = 0
 
     def wait_until_ready(self) -> None:
         """The servers answer."""

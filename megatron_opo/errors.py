@@ -40,6 +40,10 @@ class TrainingError(OpoError):
     """An update that must not be applied, such as one with a gradient that is not finite."""
 
 
+class NonFiniteError(TrainingError):
+    """Numbers of an update that are not finite. Raised by all ranks; nothing was applied on any."""
+
+
 class WeightError(OpoError):
     """Weights that are missing, misshapen, non-finite, or differ from what they should be."""
 

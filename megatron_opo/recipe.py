@@ -389,6 +389,16 @@ class OptimizerConfig(Section):
 
 class TrainConfig(Section):
     steps: PositiveInt = 100
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="when logprobs, loss or gradient are not finite; skip: go on with the next "
+        "prompts, up to 3 times in a row",
+    )
+    check_ranks_every: NonNegativeInt = Field(
+        default=100,
+        description="steps between checks that ranks hold the same parameters where they should, "
+        "and one at start; 0: never",
+    )
 
 
 class EvalConfig(Section):
@@ -427,6 +437,11 @@ class LogConfig(Section):
     wandb_project: str | None = None
     samples_per_step: NonNegativeInt = Field(
         default=16, description="responses of each step kept in samples/"
+    )
+    batches_every: NonNegativeInt = Field(
+        default=0,
+        description="steps between batches kept whole in batches/, for --replay; 0: only those of "
+        "updates that failed",
     )
 
 

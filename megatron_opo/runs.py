@@ -157,6 +157,11 @@ def changed_fields(before: dict[str, Any], recipe: Recipe) -> list[str]:
     ]
 
 
+def recipe_facts(recipe: Recipe) -> dict[str, Any]:
+    """What ranks of one job have to agree on, by name."""
+    return {f"the recipe's {name}": v for name, v in _flat(recipe.to_show()).items()}
+
+
 @contextmanager
 def only_run(run_path: Path) -> Iterator[None]:
     """Hold the run directory; the operating system lets go of it however the process ends. In a job

@@ -65,6 +65,27 @@ class Driver:
         dist.broadcast(text, 0, group=self.group)
         return bytes(text.tolist()).decode(errors="replace")
 
+    def say(self, text: str) -> str:
+        """Rank 0's text, on every rank; cut to 4096 bytes."""
+        return self._announce(text if self.is_here else None)
+
+    def gather(self, text: str) -> list[str]:
+        """Each rank's text, by rank, on every rank."""
+        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.group.size())]
+        dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=self.group)
+        longest = max(int(size) for size in sizes)
+        if longest == 0:
+            return [""] * len(sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: encoded.numel()] = encoded
+        texts = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(texts, mine, group=self.group)
+        return [
+            bytes(text[: int(size)].tolist()).decode()
+            for text, size in zip(texts, sizes, strict=True)
+        ]
+
     def share(self, tensors: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Rank 0's CPU tensors, on every rank."""
         tensors = tensors if self.is_here else []

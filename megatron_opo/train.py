@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -19,19 +19,15 @@ import torch.distributed as dist
 from megatron_opo.actor.checkpoint import find_whole_checkpoint, load_checkpoint
 from megatron_opo.actor.checkpoint_writer import CheckpointWriter
 from megatron_opo.actor.parallel import Parallel
-from megatron_opo.actor.step import Actor, Scores
-from megatron_opo.advantages import (
-    NEEDS_SCORES,
-    baselines,
-    group_advantages_,
-    token_energies,
-)
+from megatron_opo.actor.replicas import check_replicas
+from megatron_opo.actor.step import Actor
+from megatron_opo.advantages import baselines
 from megatron_opo.advantages.truncation import shape_rewards
 from megatron_opo.batch import Group, PackedBatch, pack
 from megatron_opo.checkpoint_source import find_checkpoint
 from megatron_opo.desk import Desk, open_desk
 from megatron_opo.dynamic_sampling import draw_groups, has_signal
-from megatron_opo.errors import CheckpointError
+from megatron_opo.errors import CheckpointError, OpoError
 from megatron_opo.model_fit import check_model
 from megatron_opo.observe.metrics import rollout_metrics
 from megatron_opo.observe.report import write_report
@@ -40,6 +36,7 @@ from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import SharedBucket, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver
+from megatron_opo.update import keep_if_due, phase, take_step
 from megatron_opo.weights.export import export_hf, largest_tensor
 from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
@@ -71,11 +68,13 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
                 checkpoint_and_note(actor, desk, driver, checkpoints)
                 return signum
             hand_over_to_trainer(actor, desk, driver)
-            set_advantages(batch, actor, desk, driver)
-            with phase(desk, "update"):
-                metrics |= actor.update(batch, version=step)
+            metrics |= take_step_or_end(batch, actor, desk, driver, checkpoints)
+            if is_due(recipe.train.check_ranks_every, actor.version):
+                check_replicas(actor)
             hand_over_to_servers(actor, desk)
             metrics |= sync(actor, desk, driver, shared)
+            if actor.version == step:
+                continue  # the batch was skipped
             driver.run(lambda: log_step(desk, batch, metrics, version=step))  # noqa: B023
             done = actor.version == recipe.train.steps
             if is_due(recipe.eval.every, actor.version) or (done and recipe.eval.at_end):
@@ -114,6 +113,8 @@ def start(
     actor.weights_loaded()
     if checkpoint:
         load_checkpoint(actor, checkpoint)
+    if recipe.train.check_ranks_every:
+        check_replicas(actor)
     if hands_over:
         hand_over_to_servers(actor, desk)
     else:
@@ -142,6 +143,22 @@ def checkpoint_and_note(
             f"({signal.Signals(desk.stop.signum or 0).name}); the same command goes on from there"
         )
     )
+
+
+def take_step_or_end(
+    batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver, checkpoints: CheckpointWriter
+) -> dict[str, float]:
+    """As `take_step`. Before an error of all ranks ends the run, what sampled the batch is saved if
+    it is whole: the run can go on from there, and the batch be replayed."""
+    try:
+        return take_step(batch, actor, desk, driver)
+    except OpoError:
+        if actor.version > checkpoints.version and actor.has_finite_weights():
+            if desk:
+                desk.cursor.restore(desk.drawn_from)
+            with suppress(CheckpointError), phase(desk, "checkpoint"):
+                checkpoints.start(actor, lambda: desk.state())
+        raise
 
 
 def finish_checkpoint(desk: Desk, checkpoints: CheckpointWriter) -> None:
@@ -174,10 +191,10 @@ def collect(desk: Desk, version: int) -> PackedBatch:
         TrainingError: with dynamic sampling, no group gives a signal.
         RewardError: no sample could be scored.
     """
-    cursor = desk.cursor.state()
+    desk.drawn_from = desk.cursor.state()
     batch = desk.stop.unless_asked(lambda: _collect(desk, version))
     if batch is None:
-        desk.cursor.restore(cursor)
+        desk.cursor.restore(desk.drawn_from)
     return batch  # pyright: ignore[reportReturnType]
 
 
@@ -203,23 +220,6 @@ def _collect(desk: Desk, version: int) -> PackedBatch:
         keep=lambda group: not dynamic.enabled or has_signal(*shape([group])),
     )
     return pack(shape(desk.drawn.groups))
-
-
-def set_advantages(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> None:
-    """Token-level advantages. Some estimators weight by the policy's own probabilities: for these,
-    one more forward pass."""
-    scores = None
-    if actor.recipe.algorithm.estimator in NEEDS_SCORES:
-        with phase(desk, "score"):
-            scores = actor.score(batch)
-    driver.run(lambda: write_advantages(desk, batch, scores))
-
-
-def write_advantages(desk: Desk, batch: PackedBatch, scores: Scores | None) -> None:
-    algorithm = desk.recipe.algorithm
-    with desk.log.phase("advantage"):
-        energies = scores and token_energies(scores.logprobs, scores.sum_squared_probs)
-        group_advantages_(batch, algorithm.estimator, algorithm.singleton, energies)
 
 
 def open_shared_bucket(recipe: Recipe, hf_config: dict, parallel: Parallel) -> SharedBucket | None:
@@ -297,6 +297,7 @@ def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version:
     advantages[batch.sample_ids] = batch.mean_advantages
     desk.log.samples(version + 1, groups, _per_group(advantages, groups))
     desk.log.step(version + 1, metrics)
+    keep_if_due(desk, batch, version)
 
 
 def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
@@ -350,10 +351,6 @@ def export(actor: Actor, desk: Desk, driver: Driver, required: bool) -> None:
 
     with phase(desk, "export"):
         driver.run(write, meanwhile=lambda: deque(weights, maxlen=0))
-
-
-def phase(desk: Desk, name: str):
-    return desk.log.phase(name) if desk else nullcontext()
 
 
 def is_due(every: int, version: int) -> bool:

@@ -111,14 +111,16 @@ def token_baselines(model: str, run_dir: str, overrides: list[str]):
     return batch
 
 
-def _step(actor) -> dict[str, float]:
+def sampled(actor) -> PackedBatch:
+    """A rollout whose logprobs are the actor's own; on rank 0."""
     here = actor.driver.is_here
-    step = actor.version
-    batch = make_rollout(actor.hf_config["vocab_size"], seed=step) if here else None
+    batch = make_rollout(actor.hf_config["vocab_size"], seed=actor.version) if here else None
     scores = actor.score(batch)
-    if here:
-        batch = replace(batch, rollout_logprobs=scores.logprobs)
-    return actor.update(batch, version=step)
+    return replace(batch, rollout_logprobs=scores.logprobs) if here else None
+
+
+def _step(actor) -> dict[str, float]:
+    return actor.update(sampled(actor), version=actor.version)
 
 
 def open_writer(actor):

@@ -40,9 +40,16 @@ ALLOWED = {
     "desk": BASE
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "stop"},
+    "replay": {"batch", "errors"},
+    "update": BASE | {"actor", "advantages", "desk", "replay", "spmd"},
     "train": BASE
     | {"actor", "advantages", "checkpoint_source", "desk", "dynamic_sampling", "model_fit"}
-    | {"observe", "on_policy", "rollout", "runs", "spmd", "weights"},
+    | {"observe", "on_policy", "rollout", "runs", "spmd", "update", "weights"},
+    "train_only": BASE
+    | {"actor", "advantages", "model_fit", "replay", "runs", "spmd", "train", "update"},
+    "rollout_only": BASE
+    | {"advantages", "checkpoint_files", "desk", "model_fit", "observe"}
+    | {"replay", "train", "update"},
 }
 ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": {"sglang_plugin"}}
 

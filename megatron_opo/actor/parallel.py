@@ -1,6 +1,8 @@
 """Process groups: torch.distributed, Megatron's parallel state and random numbers, in one call."""
 
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -8,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_opo.actor.cpu import enable_cpu
-from megatron_opo.errors import RecipeError, UnfitEnvironmentError
+from megatron_opo.errors import RecipeError, TrainingError, UnfitEnvironmentError
 from megatron_opo.recipe import ActorConfig
+from megatron_opo.spmd import Driver
 
+SHOWN = 5
 CONTROL_TIMEOUT = timedelta(days=7)
 
 
@@ -89,15 +93,23 @@ def _fitting(world_size: int, multiple_of: int) -> str:
     return f"{below} or {below + multiple_of}" if below else str(multiple_of)
 
 
-def initialize(actor: ActorConfig, *, seed: int, timeout_s: float = 1800.0) -> Parallel:
+def initialize(
+    actor: ActorConfig,
+    *,
+    seed: int,
+    timeout_s: float = 1800.0,
+    facts: Mapping[str, object] | None = None,
+) -> Parallel:
     """Join the job that torchrun (or srun) started, or be a job of one process without it.
 
     Args:
         seed: of every generator; the same on all ranks.
         timeout_s: how long a collective of the model waits for its peers before the job fails.
             The control group waits for generation, however long that takes.
+        facts: what must be the same on all ranks, by name: fields of the recipe, say.
 
     Raises:
+        TrainingError: a fact is not the same on all ranks.
         RecipeError: the number of processes does not fit the layout.
         UnfitEnvironmentError: the launcher's environment is incomplete, or a GPU is missing.
     """
@@ -120,9 +132,33 @@ def initialize(actor: ActorConfig, *, seed: int, timeout_s: float = 1800.0) -> P
         timeout=timeout,
         device_id=None if on_cpu else device,
     )
-    _initialize_megatron(actor, seed, timeout_s, on_cpu)
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    # Before Megatron's groups: ranks of different layouts would wait for each other there.
+    _compare(facts or {}, Driver(rank, control))  # pyright: ignore[reportArgumentType]
+    _initialize_megatron(actor, seed, timeout_s, on_cpu)
     return _describe(device, backend, control)  # pyright: ignore[reportArgumentType]
+
+
+def _compare(facts: Mapping[str, object], driver: Driver) -> None:
+    mine = {name: repr(value) for name, value in facts.items()}
+    said = driver.share([torch.tensor(list(json.dumps(mine).encode()))])[0]
+    first = json.loads(bytes(said.tolist()))
+    differing = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
+    lines = [
+        f"{name} is {mine.get(name, 'missing')}, on rank 0 {first.get(name, 'missing')}"
+        for name in differing[:SHOWN]
+    ]
+    if len(differing) > SHOWN:
+        lines.append(f"and {len(differing) - SHOWN} more fields")
+    reports = driver.gather("; ".join(lines))
+    odd = [f"  rank {rank}: {text}" for rank, text in enumerate(reports) if text]
+    if odd:
+        more = [f"  and {len(odd) - SHOWN} more ranks"] if len(odd) > SHOWN else []
+        raise TrainingError(
+            "the ranks were not started alike:\n"
+            + "\n".join(odd[:SHOWN] + more)
+            + "\nGive all of them the same files and the same command"
+        )
 
 
 def shutdown() -> None:

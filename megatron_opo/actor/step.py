@@ -1,5 +1,6 @@
 """The actor: scores a rollout and takes one optimizer step on it, in any parallel layout."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
+from megatron_opo.actor import finite
 from megatron_opo.actor.logprobs import token_logprobs
 from megatron_opo.actor.loss import policy_gradient_loss, token_weights
 from megatron_opo.actor.model import build_model, output_weight
@@ -25,7 +27,7 @@ from megatron_opo.actor.optimizer import build_optimizer, learning_rate
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.schedule import plan_micro_batches
 from megatron_opo.batch import PackedBatch
-from megatron_opo.errors import OnPolicyError, TrainingError
+from megatron_opo.errors import NonFiniteError, OnPolicyError, TrainingError
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
 from megatron_opo.spmd import Driver
@@ -122,9 +124,14 @@ class Actor:
         self.optimizer.reload_model_params()
 
     def score(self, batch: PackedBatch) -> Scores:
-        """Logprob, entropy and sum of squared probabilities of every loss token; no gradient."""
+        """Logprob, entropy and sum of squared probabilities of every loss token; no gradient.
+
+        Raises:
+            NonFiniteError: a logprob is not finite.
+        """
         with torch.no_grad():
             scores = self._run(self._share(batch), forward_only=True)
+        self._refuse(self.driver.run(lambda: finite.nonfinite_logprobs(batch, scores.logprobs)))
         return scores if self.driver.is_here else None  # pyright: ignore[reportReturnType]
 
     def update(self, batch: PackedBatch, version: int) -> dict[str, float]:
@@ -133,6 +140,8 @@ class Actor:
         Raises:
             OnPolicyError: the rollout is not from the current policy (a second step on it, or a
                 stale one), or servers and actor disagree about its tokens; nothing is applied.
+            NonFiniteError: logprobs, loss or gradient are not finite; nothing is applied.
+            TrainingError: the step made weights that are not finite. They are of no use any more.
         """
         if version != self.version:
             raise OnPolicyError(
@@ -148,6 +157,7 @@ class Actor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         scores = self._run(batch, forward_only=False)
+        self._refuse(self.driver.run(lambda: self._nonfinite(rollout, scores)))
         metrics = self.driver.run(lambda: self._check(rollout, scores))
         grad_norm = self._step()
         if not self.driver.is_here:
@@ -170,25 +180,59 @@ class Actor:
             max_gap=algorithm.max_logprob_gap,
             mean_gap=algorithm.mean_logprob_gap,
         )
-        weights = self._token_weights(batch)
-        metrics["actor/pg_loss"] = -(weights * batch.advantages).double().sum().item()
+        metrics["actor/pg_loss"] = self._loss(batch)
         metrics["actor/entropy"] = scores.entropy[batch.loss_mask].double().mean().item()
         return metrics
 
+    def _loss(self, batch: PackedBatch) -> float:
+        return -(self._token_weights(batch) * batch.advantages).double().sum().item()
+
+    def _nonfinite(self, batch: PackedBatch, scores: Scores) -> str:
+        problem = finite.nonfinite_logprobs(batch, scores.logprobs)
+        loss = self._loss(batch)
+        return problem or ("" if math.isfinite(loss) else f"the loss is {loss}")
+
+    def _refuse(self, problem: str) -> None:
+        """Raise what rank 0 has found, on all ranks."""
+        if problem := self.driver.say(problem):
+            raise NonFiniteError(f"step {self.version + 1}: {problem}; nothing was applied")
+
     def _step(self) -> float:
+        self.optimizer.prepare_grads()
+        self._refuse_gradient(float(self.optimizer.get_grad_norm()))
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.version)
             # Megatron leaves this to its scheduler: 0 for norms and biases.
             group["weight_decay"] = self.recipe.optimizer.weight_decay * group["wd_mult"]
-        self.optimizer.prepare_grads()
-        if not torch.isfinite(torch.as_tensor(self.optimizer.get_grad_norm())):
-            raise TrainingError(
-                f"the gradient of step {self.version + 1} is not finite: nothing was applied"
-            )
         succeeded, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
         assert succeeded, "the optimizer skipped a step although the gradient was finite"
+        broken = self._broken_weights()
+        if any(broken):
+            raise TrainingError(
+                f"step {self.version + 1} made weights that are not finite "
+                f"({finite.by_rank(broken)}). They were neither sent nor saved; lower optimizer.lr "
+                "and start again to go on from the newest checkpoint"
+            )
         self.version += 1
         return float(grad_norm)
+
+    def has_finite_weights(self) -> bool:
+        """Of all ranks, on all ranks."""
+        return not any(self._broken_weights())
+
+    def _broken_weights(self) -> list[str]:
+        return self.driver.gather(finite.nonfinite_names(finite.weights(self.modules)))
+
+    def _refuse_gradient(self, norm: float) -> None:
+        """A rank's norm leaves out what others hold, too: each looks at all of its own."""
+        found = self.driver.gather(finite.nonfinite_names(finite.gradients(self.modules)))
+        if not any(found):
+            found = self.driver.gather("" if math.isfinite(norm) else f"its norm is {norm}")
+        if any(found):
+            raise NonFiniteError(
+                f"step {self.version + 1}: the gradient is not finite ({finite.by_rank(found)}); "
+                "nothing was applied"
+            )
 
     def _token_weights(self, batch: PackedBatch) -> torch.Tensor:
         return token_weights(

@@ -1,0 +1,110 @@
+"""One update of a run: advantages, the optimizer step, and what becomes of a batch when it fails.
+
+As in `train`: all ranks call these together; `desk` and `batch` are None elsewhere than on rank 0.
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from megatron_opo.actor.step import Actor, Scores
+from megatron_opo.advantages import NEEDS_SCORES, group_advantages_, token_energies
+from megatron_opo.batch import PackedBatch
+from megatron_opo.desk import Desk
+from megatron_opo.errors import LogError, NonFiniteError, OnPolicyError
+from megatron_opo.recipe import AlgorithmConfig
+from megatron_opo.replay import batch_path, failed_batch_path, replay_command, write_batch
+from megatron_opo.spmd import Driver
+
+MOST_SKIPS = 3
+
+
+def take_step(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> dict[str, float]:
+    """Metrics of one update; the actor's version is one more then.
+
+    The version stays when numbers are not finite and the recipe says to skip such a batch.
+
+    Raises:
+        NonFiniteError: numbers are not finite, and the run shall stop.
+        OnPolicyError: servers and actor disagree about the batch.
+        TrainingError: the weights are lost.
+    """
+    version = actor.version
+    try:
+        set_advantages(batch, actor, desk, driver)
+        with phase(desk, "update"):
+            metrics = actor.update(batch, version)
+    except NonFiniteError as error:  # on all ranks
+        problem = error
+        driver.run(lambda: skip_or_stop(desk, batch, version, problem))
+        return {}
+    except OnPolicyError as error:
+        if not driver.is_here:
+            raise
+        raise OnPolicyError(f"{error}\n{keep_failed(desk, batch, version)}") from None
+    if desk:
+        metrics["actor/skipped_updates"] = float(desk.skipped_updates)
+        desk.skipped_updates = 0
+    return metrics
+
+
+def set_advantages(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> None:
+    """Token-level advantages. Some estimators weight by the policy's own probabilities: for these,
+    one more forward pass."""
+    scores = None
+    if actor.recipe.algorithm.estimator in NEEDS_SCORES:
+        with phase(desk, "score"):
+            scores = actor.score(batch)
+    driver.run(lambda: write_advantages(desk, batch, scores))
+
+
+def write_advantages(desk: Desk, batch: PackedBatch, scores: Scores | None) -> None:
+    with desk.log.phase("advantage"):
+        overwrite_advantages(batch, scores, desk.recipe.algorithm)
+
+
+def overwrite_advantages(
+    batch: PackedBatch, scores: Scores | None, algorithm: AlgorithmConfig
+) -> None:
+    energies = scores and token_energies(scores.logprobs, scores.sum_squared_probs)
+    group_advantages_(batch, algorithm.estimator, algorithm.singleton, energies)
+
+
+def skip_or_stop(desk: Desk, batch: PackedBatch, version: int, error: NonFiniteError) -> None:
+    """Keep the batch; raise `error` again, unless the recipe says to go on."""
+    kept = keep_failed(desk, batch, version)
+    may_skip = desk.recipe.train.on_nonfinite == "skip"
+    if may_skip and desk.skipped_updates < MOST_SKIPS:
+        desk.skipped_updates += 1
+        desk.log.warn(
+            f"{error}. Skipped, {desk.skipped_updates} of at most {MOST_SKIPS} in a row: version "
+            f"{version} goes on with the next prompts. {kept}"
+        )
+        return
+    after = f", after {MOST_SKIPS} that were skipped" if may_skip else ""
+    raise NonFiniteError(f"{error}{after}.\n{kept}") from None
+
+
+def keep_failed(desk: Desk, batch: PackedBatch, version: int) -> str:
+    """Where the batch is and how to look at it, or why it is lost."""
+    path = failed_batch_path(desk.recipe.run_path, version + 1)
+    try:
+        keep_batch(desk, batch, version, path)
+    except LogError as error:
+        return str(error)
+    return f"Its batch is kept; this takes the step again: {replay_command(path)}"
+
+
+def keep_if_due(desk: Desk, batch: PackedBatch, version: int) -> None:
+    """With log.batches_every: the batch of the update that follows `version`."""
+    every, step = desk.recipe.log.batches_every, version + 1
+    if every and step % every == 0:
+        keep_batch(desk, batch, version, batch_path(desk.recipe.run_path, step))
+
+
+def keep_batch(desk: Desk, batch: PackedBatch, version: int, path: Path) -> None:
+    recipe = desk.recipe.to_show()
+    write_batch(path, batch, version=version, recipe=recipe, groups=desk.drawn.groups)
+
+
+def phase(desk: Desk, name: str):
+    return desk.log.phase(name) if desk else nullcontext()
