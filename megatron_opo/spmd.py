@@ -65,6 +65,10 @@ class Driver:
         dist.broadcast(text, 0, group=self.group)
         return bytes(text.tolist()).decode(errors="replace")
 
+    def agree(self, fact: bool) -> bool:
+        """What rank 0 says, on every rank."""
+        return bool(self.share([torch.tensor(fact)])[0])
+
     def share(self, tensors: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Rank 0's CPU tensors, on every rank."""
         tensors = tensors if self.is_here else []
