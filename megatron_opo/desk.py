@@ -1,9 +1,12 @@
 """What rank 0 owns: prompts, rollout servers, reward workers and the run's log."""
 
 import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from megatron_opo.advantages.advice import contradictions
 from megatron_opo.batch import Group, PackedBatch, Prompt, pack
@@ -26,7 +29,9 @@ from megatron_opo.rollout import (
     Rollout,
     RolloutStats,
     Server,
+    ServersLostError,
     SharedBucket,
+    SyncStats,
     close_servers,
     launch_servers,
     wait_healthy,
@@ -40,6 +45,8 @@ from megatron_opo.runs import (
 )
 from megatron_opo.stop import StopRequest
 
+T = TypeVar("T")
+
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 32
 
@@ -47,7 +54,8 @@ PROBE_TOKENS = 32
 @dataclass
 class Desk:
     """`drawn`, `drawn_from` (the cursor's state before) and `samplings` are of the step in hand;
-    `skipped_updates` were skipped since the last one."""
+    `skipped_updates` were skipped since the last one; `servers_lost` is of the latest
+    `unless_servers_lost`."""
 
     recipe: Recipe
     log: RunLog
@@ -63,6 +71,7 @@ class Desk:
     drawn_from: dict[str, Any] = field(default_factory=dict)
     samplings: list[RolloutStats] = field(default_factory=list)
     skipped_updates: int = 0
+    servers_lost: bool = False
 
     def wait_until_ready(self) -> None:
         """The servers answer."""
@@ -71,14 +80,41 @@ class Desk:
                 self.rollout.servers, self.recipe.rollout.start_timeout_s, on_wait=self._show_wait
             )
 
-    def leave_out_dead_servers(self) -> None:
-        for server in self.rollout.drop_dead_servers():
-            self.log.warn(f"going on without {server.describe_exit()}")
+    def unless_servers_lost(self, work: Callable[[], T], may_repeat: bool) -> T | None:
+        """The result of `work`, or None when it lost all servers; see `servers_lost`."""
+        self.servers_lost = False
+        try:
+            return work()
+        except ServersLostError as error:
+            if not may_repeat:
+                raise
+            self.servers_lost = True
+            self.log.warn(
+                f"{error}\nSampling begins again when a server has been given the weights"
+            )
+            return None
+
+    def wait_for_a_server(self) -> None:
+        """One answers, so that it can be given weights, or a stop is asked for.
+
+        Raises:
+            ServerError: none will.
+        """
+        with self.log.phase("start"):
+            self.stop.unless_asked(lambda: self.rollout.wait_for_one(on_wait=self._show_wait))
+
+    def sync(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncStats | None:
+        """See `Rollout.sync`; None when servers were lost meanwhile."""
+        try:
+            with self.log.phase("sync"):
+                return self.rollout.sync(weights, version)
+        except ServersLostError as error:
+            self.log.warn(str(error))
+            return None
 
     def release_servers(self) -> None:
         """They give their memory back, and can sample again after the next sync."""
-        self.leave_out_dead_servers()
-        self.rollout.release()
+        self.rollout.release(on_wait=self._show_wait)
 
     def _show_wait(self, server: Server, seconds: float, last_line: str) -> None:
         self.log.advance(seconds, None, f"waiting for {server.name} to load: {last_line}")
@@ -181,7 +217,8 @@ class Desk:
         tokens = sum(stats.response_tokens for stats in self.samplings)
         metrics = {
             "rollout/retries": float(sum(stats.retries for stats in self.samplings)),
-            "rollout/servers": float(len(self.rollout.servers)),
+            "rollout/servers": float(len(self.rollout.serving)),
+            "rollout/restarts": float(self.rollout.restarts),
             "perf/generate_tokens_per_second": tokens / seconds,
         }
         if self.recipe.rollout.dynamic_sampling.enabled:
@@ -272,7 +309,9 @@ def open_desk(
             recipe.model,
             disk_dir=recipe.run_path / "sync",
             seed=recipe.seed if recipe.rollout.is_deterministic(device) else None,
+            device=device,
             shared=shared,
+            warn=log.warn,
         )
         return Desk(
             recipe,

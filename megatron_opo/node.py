@@ -29,14 +29,8 @@ from megatron_opo.launch import (
 from megatron_opo.preflight import check_nodes
 from megatron_opo.recipe import Recipe, dump_recipe
 from megatron_opo.redaction import API_KEY_VARIABLE
-from megatron_opo.rollout.server import (
-    SERVERS_VARIABLE,
-    Server,
-    api_key,
-    close_servers,
-    launch_servers,
-    note_exit,
-)
+from megatron_opo.rollout.process import Server, close_servers, follow
+from megatron_opo.rollout.server import SERVERS_VARIABLE, api_key, launch_servers
 from megatron_opo.runs import (
     ATTEMPT_VARIABLE,
     ATTEMPTS,
@@ -207,10 +201,9 @@ class Watch:
         if now < self._next:
             return None
         self._next = now + BEAT_SECONDS
-        for server in [s for s in self._servers if s.exit_code is not None]:
-            note_exit(server)
-            self._servers.remove(server)
-            print(f"warning: {server.describe_exit()}", file=sys.stderr)
+        for server in self._servers:
+            if follow(server):
+                print(f"warning: {server.describe_exit()}", file=sys.stderr)
         try:
             self._beats += 1
             self.board.post_mine("beat", self._beats)

@@ -192,13 +192,35 @@ class RolloutConfig(Section):
     )
     max_concurrent_requests: PositiveInt = Field(default=256, description="samples in flight")
     request_timeout_s: PositiveFloat = 600.0
-    retries: NonNegativeInt = 3
+    retries: NonNegativeInt = Field(
+        default=3,
+        description="of a prompt that gets no usable answer; a lost server does not count",
+    )
     start_timeout_s: PositiveFloat = 300.0
+    health_every_s: PositiveFloat = Field(
+        default=5.0, description="seconds between two looks at a server's health while it samples"
+    )
+    health_timeout_s: PositiveFloat | None = Field(
+        default=None,
+        description="a server that is not healthy for so long is lost; if the run launched it, it "
+        "is ended and started again; null: 30 on GPUs, 120 on CPUs, where a batch may take long",
+    )
+    max_restarts: NonNegativeInt = Field(
+        default=5,
+        description="new starts of each launched server, counted from the start of the run or of "
+        "the job's requeue, not from the last step; the run ends when no server is left",
+    )
 
     def shares_gpus(self, device: str) -> bool:
         """Whether the servers are on the GPUs that the trainer trains on. `device` is the
         trainer's, "cpu" or "cuda"."""
         return device == "cuda" and not self.nodes and not self.urls
+
+    def health_limit_s(self, device: str) -> float:
+        """`health_timeout_s`, decided."""
+        if self.health_timeout_s is None:
+            return 30.0 if device == "cuda" else 120.0
+        return self.health_timeout_s
 
     def hands_over(self, device: str) -> bool:
         """`hand_over_memory`, decided."""
@@ -251,6 +273,10 @@ class SyncConfig(Section):
     )
     bucket_mb: PositiveInt = Field(default=256, description="weights sent per message")
     verify: bool = Field(default=True, description="compare checksums after each sync")
+    timeout_s: PositiveFloat = Field(
+        default=120.0,
+        description="for a server's answer to one message; one that is silent is left out",
+    )
 
 
 class AlgorithmConfig(Section):

@@ -86,6 +86,10 @@ class Driver:
             for text, size in zip(texts, sizes, strict=True)
         ]
 
+    def agree(self, fact: bool) -> bool:
+        """What rank 0 says, on every rank."""
+        return bool(self.share([torch.tensor(fact)])[0])
+
     def share(self, tensors: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Rank 0's CPU tensors, on every rank."""
         tensors = tensors if self.is_here else []

@@ -10,8 +10,11 @@ import shutil
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import count
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,13 +36,16 @@ from megatron_opo.observe.metrics import rollout_metrics
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
-from megatron_opo.rollout import SharedBucket, share_over_nodes
+from megatron_opo.rollout import SharedBucket, SyncStats, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
-from megatron_opo.spmd import Driver
+from megatron_opo.spmd import Driver, DriverFailed
 from megatron_opo.update import keep_if_due, phase, take_step
 from megatron_opo.weights.export import export_hf, largest_tensor
 from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
+
+T = TypeVar("T")
+OnServers = Callable[[Callable[[], Any]], Any]
 
 
 def train(recipe: Recipe, parallel: Parallel) -> int:
@@ -56,13 +62,17 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
     checkpoints = CheckpointWriter(recipe, driver, parallel, found.version)
     with desk or nullcontext(), checkpoints:
         actor = start(recipe, hf_config, parallel, driver, desk, found.checkpoint, shared)
-        check_probe(actor, desk, driver)
+
+        def on_servers(work: Callable[[], T]) -> T:
+            return use_servers(work, actor, desk, driver, shared, checkpoints)
+
+        check_probe(actor, desk, driver, on_servers)
         driver.run(lambda: desk.stop.keep_from_now_on())
         if recipe.eval.at_start and actor.version == 0:
-            driver.run(lambda: evaluate(desk, version=0))
+            on_servers(lambda: evaluate(desk, version=0))
 
         while (step := actor.version) < recipe.train.steps:
-            batch = driver.run(lambda: collect(desk, version=step))
+            batch = on_servers(lambda: collect(desk, version=step))
             metrics = checkpoints.poll()
             if signum := stop_signal(desk, driver):
                 checkpoint_and_note(actor, desk, driver, checkpoints)
@@ -78,7 +88,7 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
             driver.run(lambda: log_step(desk, batch, metrics, version=step))  # noqa: B023
             done = actor.version == recipe.train.steps
             if is_due(recipe.eval.every, actor.version) or (done and recipe.eval.at_end):
-                driver.run(lambda: evaluate(desk, version=actor.version))
+                on_servers(lambda: evaluate(desk, version=actor.version))
             if is_due(recipe.checkpoint.every, actor.version) or done:
                 with phase(desk, "checkpoint"):
                     checkpoints.start(actor, lambda: desk.state())
@@ -130,19 +140,68 @@ def stop_signal(desk: Desk, driver: Driver) -> int:
     return int(driver.share(asked)[0])
 
 
+def use_servers(
+    work: Callable[[], T],
+    actor: Actor,
+    desk: Desk,
+    driver: Driver,
+    shared: SharedBucket | None,
+    checkpoints: CheckpointWriter,
+) -> T:
+    """The result of rank 0's `work`, which asks the servers. When all of these are lost it begins
+    again, as soon as one has come back and been given the weights.
+
+    An error in it ends the run, after a checkpoint: the weights are whole meanwhile.
+
+    Raises:
+        ServerError: no server comes back.
+    """
+    try:
+        for repeats in range(max(1, actor.recipe.rollout.max_restarts), -1, -1):
+            result = driver.run(lambda: desk.unless_servers_lost(work, repeats > 0))  # noqa: B023
+            if not driver.agree(bool(desk and desk.servers_lost)):
+                break
+            driver.run(lambda: desk.wait_for_a_server())
+            if stop_signal(desk, driver):
+                break
+            sync(actor, desk, driver, shared)
+        return result  # pyright: ignore[reportReturnType, reportPossiblyUnboundVariable]
+    except OpoError as error:
+        if driver.is_here or isinstance(error, DriverFailed):  # so that all ranks are here
+            checkpoint_before_end(actor, desk, driver, checkpoints)
+        raise
+
+
 def checkpoint_and_note(
     actor: Actor, desk: Desk, driver: Driver, checkpoints: CheckpointWriter
 ) -> None:
-    if actor.version > checkpoints.version:
-        with phase(desk, "checkpoint"):
-            checkpoints.start(actor, lambda: desk.state())
-    finish_checkpoint(desk, checkpoints)
+    checkpoint_if_newer(actor, desk, checkpoints)
     driver.run(
         lambda: desk.log.note(
             f"stopped after step {actor.version}, as asked "
             f"({signal.Signals(desk.stop.signum or 0).name}); the same command goes on from there"
         )
     )
+
+
+def checkpoint_if_newer(actor: Actor, desk: Desk, checkpoints: CheckpointWriter) -> None:
+    """Than those before; complete when this returns."""
+    if actor.version > checkpoints.version:
+        with phase(desk, "checkpoint"):
+            checkpoints.start(actor, lambda: desk.state())
+    finish_checkpoint(desk, checkpoints)
+
+
+def checkpoint_before_end(
+    actor: Actor, desk: Desk, driver: Driver, checkpoints: CheckpointWriter
+) -> None:
+    """If that fails, too, what failed first is what the user must see."""
+    try:
+        checkpoint_if_newer(actor, desk, checkpoints)
+    except OpoError as error:
+        said = f"no checkpoint of step {actor.version}: {error}"
+        with suppress(OpoError):
+            driver.run(lambda: desk.log.warn(said))
 
 
 def take_step_or_end(
@@ -153,11 +212,10 @@ def take_step_or_end(
     try:
         return take_step(batch, actor, desk, driver)
     except OpoError:
-        if actor.version > checkpoints.version and actor.has_finite_weights():
+        if actor.has_finite_weights():
             if desk:
                 desk.cursor.restore(desk.drawn_from)
-            with suppress(CheckpointError), phase(desk, "checkpoint"):
-                checkpoints.start(actor, lambda: desk.state())
+            checkpoint_before_end(actor, desk, driver, checkpoints)
         raise
 
 
@@ -185,16 +243,19 @@ def load_start(actor: Actor) -> None:
 def collect(desk: Desk, version: int) -> PackedBatch:
     """Sample a group of responses to each of the next prompts, score and pack them.
 
-    None when asked to stop meanwhile; the prompts are drawn again then.
+    None when asked to stop meanwhile; the prompts are drawn again then, and after any error.
 
     Raises:
+        ServersLostError: all of them.
         TrainingError: with dynamic sampling, no group gives a signal.
         RewardError: no sample could be scored.
     """
-    desk.drawn_from = desk.cursor.state()
-    batch = desk.stop.unless_asked(lambda: _collect(desk, version))
-    if batch is None:
-        desk.cursor.restore(desk.drawn_from)
+    desk.drawn_from, batch = desk.cursor.state(), None
+    try:
+        batch = desk.stop.unless_asked(lambda: _collect(desk, version))
+    finally:
+        if batch is None:
+            desk.cursor.restore(desk.drawn_from)
     return batch  # pyright: ignore[reportReturnType]
 
 
@@ -255,26 +316,37 @@ def hand_over_to_servers(actor: Actor, desk: Desk) -> None:
 
 
 def sync(actor: Actor, desk: Desk, driver: Driver, shared: SharedBucket | None) -> dict[str, float]:
-    """Give the servers the actor's weights as its version."""
+    """Give the servers the actor's weights as its version; again without those that are lost
+    meanwhile. None may be left, then `use_servers` waits for one."""
+    for tries in count(1):
+        stats = send_weights(actor, desk, driver, shared)
+        rollout = desk and desk.rollout
+        again = rollout and stats is None and rollout.serving and tries <= len(rollout.servers)
+        if not driver.agree(bool(again)):
+            break
+    return {} if stats is None else {"sync/seconds": stats.seconds, "sync/bytes": stats.bytes}
+
+
+def send_weights(
+    actor: Actor, desk: Desk, driver: Driver, shared: SharedBucket | None
+) -> SyncStats | None:
+    """None when servers were lost meanwhile."""
     weights = export_hf(actor.modules, actor.hf_config, actor.dtype, shapes_elsewhere=True)
 
-    def send() -> dict[str, float]:
+    def send() -> SyncStats | None:
         try:
-            desk.leave_out_dead_servers()
-            with desk.log.phase("sync"):
-                stats = desk.rollout.sync(weights, version=actor.version)
+            return desk.sync(weights, actor.version)
         finally:
             if shared is not None:
                 shared.stop()
             deque(weights, maxlen=0)  # the other ranks give their parts to the end
-        return {"sync/seconds": stats.seconds, "sync/bytes": stats.bytes}
 
     def take_part() -> None:
         if shared is not None:
             shared.follow(weights)
         deque(weights, maxlen=0)
 
-    return driver.run(send, meanwhile=take_part) or {}
+    return driver.run(send, meanwhile=take_part)
 
 
 def evaluate(desk: Desk, version: int) -> None:
@@ -304,9 +376,9 @@ def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
     return [part.tolist() for part in values.split([len(g.samples) for g in groups])]
 
 
-def check_probe(actor: Actor, desk: Desk, driver: Driver) -> None:
+def check_probe(actor: Actor, desk: Desk, driver: Driver, on_servers: OnServers) -> None:
     """Before anything is trained: do servers and actor give a text the same logprobs?"""
-    batch = driver.run(lambda: desk.probe(actor.version))
+    batch = on_servers(lambda: desk.probe(actor.version))
     scores = actor.score(batch)
 
     def compare() -> None:

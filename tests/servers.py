@@ -25,6 +25,7 @@ from megatron_opo.errors import OnPolicyError
 from megatron_opo.recipe import ModelConfig, RolloutConfig, SyncConfig
 from megatron_opo.redaction import API_KEY_VARIABLE
 from megatron_opo.rollout import Rollout, Server, close_servers, launch_servers, wait_healthy
+from megatron_opo.rollout.keeper import print_warning
 
 START_TIMEOUT_S = 240.0
 # Of all servers of the tests, so that a proxy knows it, too.
@@ -42,7 +43,7 @@ class Pool:
     version: int = 0
 
     def rollout(
-        self, servers: list[Server] | None = None, sync=None, shared=None, **settings
+        self, servers=None, sync=None, shared=None, warn=print_warning, **settings
     ) -> Rollout:
         return Rollout(
             servers or self.servers,
@@ -52,6 +53,7 @@ class Pool:
             disk_dir=self.scratch / "disk",
             seed=0,
             shared=shared,
+            warn=warn,
         )
 
     def next_version(self) -> int:
@@ -173,7 +175,7 @@ def assert_sampled_from(pool, rollout, weights, version):
             expected = reference_logprobs(model, group.prompt.token_ids, one.response_ids)
             found = torch.tensor(one.logprobs, dtype=torch.float64)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    assert len(servers) == len(rollout.servers)
+    assert len(servers) == len(rollout.serving)
 
 
 def assert_refuses_then_recovers(pool, rollout, version):
@@ -222,6 +224,10 @@ class FaultyProxy:
     @property
     def server(self) -> Server:
         return Server("proxied server", self.url)
+
+    def asked(self, path: str) -> int:
+        """How often it was asked for `path`."""
+        return sum(seen == path for seen, _ in self.seen)
 
     def _serve(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)

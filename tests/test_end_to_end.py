@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -285,3 +286,62 @@ def test_a_mistake_ends_in_one_clear_error(arguments, expected, tmp_path_factory
     assert outcome.stdout.count("error: ") == 1
     assert not list(run_dir.glob("logs/server_*")), "found before a server was started"
     assert "Traceback" not in outcome.stdout
+
+
+@pytest.mark.timeout(600)
+def test_a_run_outlives_its_server_until_its_new_starts_are_used_up(tmp_path):
+    """Killed while it samples, and again while it gets weights: then the run ends."""
+    project = make_project(tmp_path)
+    rows = [{"prompt": f"train {i}: ", "answer": "a"} for i in range(4000)]
+    (project / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = project / "runs" / "letters"
+    arguments = ["train.steps=1000", "rollout.max_restarts=1", "log.samples_per_step=64"]
+    with (tmp_path / "output").open("w") as output:
+        trainer = subprocess.Popen(
+            [sys.executable, "-m", "megatron_opo", "train", "recipe.yaml", *arguments],
+            cwd=project,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            for moment in ("Prefill batch", "POST /begin_weight_update"):
+                wait_for_more(run / "metrics.jsonl", '"kind": "train"', trainer)
+                wait_for_more(run / "logs" / "server_0.log", moment, trainer)
+                children = psutil.Process(trainer.pid).children()
+                (guard,) = [c.pid for c in children if "sglang.launch_server" in c.cmdline()]
+                os.killpg(guard, signal.SIGKILL)
+            code = trainer.wait(120)
+        finally:
+            trainer.kill()
+            trainer.wait()
+    said = (tmp_path / "output").read_text()
+    assert code == 1, said
+    assert "It is started again in 1 s (1 of rollout.max_restarts 1)" in said
+    assert "It is not started again (rollout.max_restarts is used up)" in said
+    assert "error: no server is left:\nserver 0" in said
+    assert "Traceback" not in said
+    steps = read_metrics(project, "train")
+    last = len(steps)
+    assert [record["step"] for record in steps] == list(range(1, last + 1))
+    assert max(record["on_policy/logprob_gap_max"] for record in steps) < 1e-4
+    assert steps[0]["rollout/restarts"] == 0 and steps[-1]["rollout/restarts"] == 1
+    state = json.loads((run / "checkpoints" / f"step_{last}" / "state.json").read_text())
+    assert (state["cursor"]["epoch"], state["cursor"]["position"]) == (0, 8 * last)
+    trained = []
+    for path in (run / "samples").glob("step_*.jsonl"):
+        trained += {json.loads(line)["group_id"] for line in path.open()}
+    assert len(trained) == len(set(trained)) == 8 * last, "each prompt was trained once"
+
+
+def wait_for_more(path: Path, text: str, process: subprocess.Popen) -> None:
+    """Until `text` comes into the file once more than it is there now."""
+    deadline = time.monotonic() + 240
+
+    def seen() -> int:
+        return path.read_bytes().count(text.encode()) if path.exists() else 0
+
+    before = seen()
+    while seen() <= before:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)

@@ -15,6 +15,7 @@ from servers import (
     DROP,
     FaultyProxy,
     ask,
+    assert_sampled_from,
     perturbed,
     prompts,
     reference_logprobs,
@@ -22,6 +23,7 @@ from servers import (
 
 from megatron_opo.batch import Prompt
 from megatron_opo.errors import DataError, OnPolicyError, ServerError
+from megatron_opo.rollout import ServersLostError
 
 pytestmark = pytest.mark.usefixtures("both_launched")
 
@@ -134,11 +136,13 @@ def test_each_sample_is_announced_once_and_counted(current):
 
 
 def test_other_versions_are_refused(current, qwen_pool):
-    rollout, _, version = current
+    _, _, version = current
+    rollout = qwen_pool.rollout()
     wrong = version + 1
-    with pytest.raises(OnPolicyError, match=rf"http://.*prompt p0.*\[{version}\].*{wrong}"):
-        sample(rollout, prompts(1), wrong)
     assert_whole(sample(rollout, prompts(1), wrong, require_version=False), prompts(1), version)
+    with pytest.raises(ServersLostError, match=rf"http://.*prompt p0.*\[{version}\].*{wrong}"):
+        sample(rollout, prompts(1), wrong)
+    assert rollout.serving == []
 
 
 def test_what_the_server_would_choke_on_is_not_sent(current):
@@ -177,6 +181,8 @@ def test_no_more_samples_in_flight_than_allowed(current, qwen_pool):
     most, now, lock = [0], [0], threading.Lock()
 
     def count(path, _):
+        if path != "/generate":
+            return None
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
@@ -237,7 +243,7 @@ def test_a_passing_fault_costs_a_retry_and_no_prompt(current, qwen_pool, name):
     failed = set()
 
     def first_time(path, body):
-        key = tuple(body["input_ids"][0])
+        key = tuple(body.get("input_ids", [()])[0])
         if path != "/generate" or key in failed:
             return None
         failed.add(key)
@@ -290,20 +296,89 @@ def test_a_silent_server_is_given_up(current, qwen_pool):
         sample(rollout, prompts(1), version, max_response_tokens=300)
 
 
-def test_a_stale_token_in_flight_stops_the_step(current, qwen_pool):
-    _, _, version = current
-
+def stale_answers(version):
     def stale(one):
-        one["meta_info"]["weight_versions"][0]["version"] = str(version - 1)
+        one["meta_info"]["weight_versions"][0]["version"] = version
 
-    with FaultyProxy(
-        qwen_pool.servers[0].url,
-        plan=lambda path, _: change_answer(stale) if path == "/generate" else None,
-    ) as proxy:
+    return lambda path, _: change_answer(stale) if path == "/generate" else None
+
+
+@pytest.mark.parametrize("answered", ["7", "started-again"])
+def test_nothing_that_other_weights_sampled_is_used(current, qwen_pool, answered):
+    """Nor is that server asked again before it was given weights, whatever is still open there."""
+    _, weights, version = current
+    with FaultyProxy(qwen_pool.servers[0].url, plan=stale_answers(answered)) as proxy:
+        said = []
+        rollout = qwen_pool.rollout(
+            [proxy.server, qwen_pool.servers[1]], retries=0, warn=said.append
+        )
+        rollout.needs_sync = False
+        assert_whole(sample(rollout, prompts(8), version), prompts(8), version)
+        assert rollout.serving == [qwen_pool.servers[1]]
+        asked = proxy.asked("/generate")
+        assert 1 <= asked <= rollout.stats.retries <= 4
+        assert_whole(sample(rollout, prompts(8), version), prompts(8), version)
+        assert proxy.asked("/generate") == asked
+        (warning,) = said
+        assert proxy.url in warning and answered in warning
+        proxy.plan = lambda *_: None
+        rollout.sync(iter(weights.items()), version)
+        assert_sampled_from(qwen_pool, rollout, weights, version)
+        assert len(rollout.serving) == 2
+
+
+def test_a_step_stops_when_all_servers_hold_other_weights(current, qwen_pool):
+    _, _, version = current
+    with FaultyProxy(qwen_pool.servers[0].url, plan=stale_answers(str(version - 1))) as proxy:
         rollout = qwen_pool.rollout([proxy.server])
         rollout.needs_sync = False
-        with pytest.raises(OnPolicyError, match=rf"prompt p\d.*\[{version - 1}\].*{version}"):
+        with pytest.raises(ServersLostError, match=rf"prompt p\d.*\[{version - 1}\].*{version}"):
             sample(rollout, prompts(3), version)
+        with pytest.raises(ServersLostError, match="no server holds the current weights"):
+            sample(rollout, prompts(3), version)
+
+
+def test_a_server_whose_answers_are_never_of_use_is_left_out(current, qwen_pool):
+    _, _, version = current
+
+    def broken(path, _):
+        return change_answer(all_logprobs_nan) if path == "/generate" else None
+
+    with FaultyProxy(qwen_pool.servers[0].url, plan=broken) as proxy:
+        said = []
+        rollout = qwen_pool.rollout([proxy.server, qwen_pool.servers[1]], warn=said.append)
+        rollout.needs_sync = False
+        assert_whole(sample(rollout, prompts(40), version), prompts(40), version)
+        assert 8 <= proxy.asked("/generate") < 40
+    assert rollout.serving == [qwen_pool.servers[1]]
+    assert "gave 8 unusable answers in a row, the last: token 0 of sample 0" in said[0]
+
+
+def test_a_server_that_drops_out_of_sight_is_left_out_and_comes_back(current, qwen_pool):
+    """What it was asked does not count as a failure of the prompt, which may have none here."""
+    _, weights, version = current
+    gone = threading.Event()
+
+    def vanish(path, _):
+        gone.set() if path == "/generate" else None
+        return DROP if gone.is_set() else None
+
+    with FaultyProxy(qwen_pool.servers[0].url, plan=vanish) as proxy:
+        rollout = qwen_pool.rollout(
+            [proxy.server, qwen_pool.servers[1]],
+            retries=0,
+            health_every_s=0.5,
+            health_timeout_s=3.0,
+        )
+        rollout.needs_sync = False
+        assert_whole(sample(rollout, prompts(6), version), prompts(6), version)
+        assert rollout.serving == [qwen_pool.servers[1]]
+        rollout.sync(iter(weights.items()), version)
+        assert rollout.serving == [qwen_pool.servers[1]]
+        proxy.plan = lambda *_: None
+        rollout.sync(iter(weights.items()), version)
+        assert_sampled_from(qwen_pool, rollout, weights, version)
+        assert len(rollout.serving) == 2
 
 
 def test_after_an_error_nothing_keeps_running(current, qwen_pool):

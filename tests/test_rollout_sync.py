@@ -12,21 +12,25 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import (
+    DROP,
     FaultyProxy,
     ask,
     assert_refuses_then_recovers,
     assert_sampled_from,
+    generate,
     perturbed,
     reference_logprobs,
     reported_versions,
 )
 from transformers import AutoModelForCausalLM
 
-from megatron_opo.errors import ServerError, WeightError
+from megatron_opo.errors import OnPolicyError, ServerError, WeightError
 from megatron_opo.recipe import SyncConfig
+from megatron_opo.rollout import ServersLostError
 from megatron_opo.rollout.buckets import buckets, sendable
 from megatron_opo.rollout.checksum import ExpectedChecksums, hash_cpu, hash_cuda
 from megatron_opo.rollout.group import address_towards
+from megatron_opo.rollout.shared_memory import share_one
 
 NORM_0 = "model.layers.0.input_layernorm.weight"
 NORM_1 = "model.layers.1.input_layernorm.weight"
@@ -189,6 +193,48 @@ def test_a_step_that_fails_leaves_nothing_to_sample_from(qwen_pool, path):
     assert path in str(caught.value)
     assert proxy.url in str(caught.value)
     assert_refuses_then_recovers(qwen_pool, rollout, version)
+
+
+MESSAGES = {
+    "distributed": "/update_weights_from_distributed",
+    "shared_memory": "/update_weights_from_tensor",
+    "disk": "/update_weights_from_disk",
+}
+
+
+@pytest.mark.parametrize("transport", MESSAGES)
+def test_a_server_that_is_lost_on_the_way_is_left_out_and_comes_back(qwen_pool, transport):
+    """It answers nothing any more from the first or second message on."""
+    shared = share_one(2**20, torch.device("cpu")) if transport == "shared_memory" else None
+    messages = []
+
+    def vanish(path, _):
+        messages.extend([path] * (path == MESSAGES[transport]))
+        return DROP if len(messages) > (transport != "disk") else None
+
+    with FaultyProxy(qwen_pool.servers[0].url, plan=vanish) as proxy:
+        second = qwen_pool.servers[1]
+        rollout = qwen_pool.rollout(
+            [proxy.server, second],
+            sync=SyncConfig(transport=transport, bucket_mb=1, timeout_s=10),
+            shared=shared,
+        )
+        weights, version = perturbed(qwen_pool.weights(), 12), qwen_pool.next_version()
+        with pytest.raises(ServersLostError, match="proxied server lost while weights were sent"):
+            rollout.sync(iter(weights.items()), version)
+        assert rollout.serving == [second]
+        with pytest.raises(OnPolicyError, match="did not complete"):
+            generate(rollout, version)
+        rollout.sync(iter(weights.items()), version)
+        assert rollout.serving == [second]
+        assert_sampled_from(qwen_pool, rollout, weights, version)
+        proxy.plan = lambda *_: None
+        weights, version = perturbed(qwen_pool.weights(), 13), qwen_pool.next_version()
+        rollout.sync(iter(weights.items()), version)
+        assert rollout.serving == rollout.servers
+        assert_sampled_from(qwen_pool, rollout, weights, version)
+    if shared is not None:
+        shared.close()
 
 
 def test_a_failed_flush_says_so(qwen_pool):

@@ -22,8 +22,17 @@ from megatron_opo.rollout.answers import (
     sampling_request,
 )
 from megatron_opo.rollout.buckets import Weights
+from megatron_opo.rollout.health import (
+    Health,
+    OnWait,
+    ServerLostError,
+    find_answering,
+    wait_for_one,
+    wait_for_starting,
+)
+from megatron_opo.rollout.keeper import Keeper, ServersLostError, print_warning
+from megatron_opo.rollout.process import Server, close_servers
 from megatron_opo.rollout.seeds import sample_seed
-from megatron_opo.rollout.server import Server, close_servers
 from megatron_opo.rollout.shared_memory import SharedBucket
 from megatron_opo.rollout.sync import SyncStats, WeightSync
 from megatron_opo.rollout.wire import call, no_answer, open_session, shorten
@@ -47,17 +56,29 @@ class RolloutStats:
     seconds: float = 0.0
 
 
-class RetryableError(Exception):
-    """A request that failed in a way another attempt may not."""
+@dataclass(frozen=True)
+class Requests:
+    """What those of one `generate` share."""
+
+    session: aiohttp.ClientSession
+    health: Health
+
+
+class NoAnswerError(Exception):
+    """A request that failed in a way another attempt may not, perhaps as its server is lost."""
 
 
 class Rollout:
-    """A pool of servers that hold the same weights.
+    """A pool of servers, of which those in `serving` hold the current weights.
 
     Launched servers start with the model directory's weights as version 0. What servers given by
     rollout.urls hold is unknown, so `needs_sync` is true until the first `sync`.
 
-    Methods block; use it from one thread. Its servers must answer already (`wait_healthy`).
+    A server that is lost (it has ended, does not answer, or holds other weights) no longer serves;
+    `Keeper` starts it again where it can. It serves again after the next `sync` that finds it.
+
+    Methods block; use it from one thread, which must live as long as the servers shall. They must
+    answer already (`wait_healthy`).
     """
 
     def __init__(
@@ -69,25 +90,39 @@ class Rollout:
         *,
         disk_dir: Path,
         seed: int | None = None,
+        device: str = "cpu",
         shared: SharedBucket | None = None,
+        warn: Callable[[str], None] = print_warning,
     ):
         """
         Args:
             seed: of which every sample's own is made; None: the servers draw as they like.
             disk_dir: where sync.transport "disk" puts weights; the servers must see it too.
+            device: what the servers compute on, "cpu" or "cuda".
             shared: what sync.transport "shared_memory" sends by.
+            warn: told of every server that is lost, and of every start of one.
         """
         config = json.loads((Path(model.path) / "config.json").read_text())
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         self.servers = list(servers)
-        self.lost: list[Server] = []
         self.stats = RolloutStats()
         self.needs_sync = not all(server.launched for server in servers)
         self._config = rollout
         self._seed = seed
+        self._keeper = Keeper(servers, rollout, device, warn)
         self._vocab_size = int(config["vocab_size"])
-        self._sync = WeightSync(sync, model, kv_heads, rollout.request_timeout_s, disk_dir, shared)
+        self._sync = WeightSync(sync, model, kv_heads, rollout.start_timeout_s, disk_dir, shared)
         self._in_flight: dict[str, int] = {}
+
+    @property
+    def serving(self) -> list[Server]:
+        """Those that hold the current weights."""
+        return self._keeper.serving
+
+    @property
+    def restarts(self) -> int:
+        """How often a server was started again."""
+        return self._keeper.restarts
 
     def generate(
         self,
@@ -112,7 +147,8 @@ class Rollout:
             on_sample: called with each sample as its group arrives.
 
         Raises:
-            OnPolicyError: other weights sampled a token, or the last sync did not complete.
+            ServersLostError: no server serves any more.
+            OnPolicyError: the last sync did not complete.
             ServerError: a prompt failed on every attempt.
             DataError: a prompt is empty or has ids outside the model's vocabulary.
         """
@@ -144,9 +180,9 @@ class Rollout:
                 stop_token_ids=tuple(stop_token_ids),
             )
 
-        async def sample(session: aiohttp.ClientSession, prompt: Prompt) -> Group:
+        async def sample(requests: Requests, prompt: Prompt) -> Group:
             samples = await self._ask(
-                session,
+                requests,
                 body(prompt),
                 lambda answer, server: read(answer, prompt, server),
                 samples_per_prompt,
@@ -180,7 +216,7 @@ class Rollout:
         for i, sequence in enumerate(sequences):
             check_ids(sequence, self._vocab_size, f"sequence {i}")
 
-        async def score(session: aiohttp.ClientSession, ids: Sequence[int]) -> list[float]:
+        async def score(requests: Requests, ids: Sequence[int]) -> list[float]:
             body = {
                 "input_ids": list(ids),
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -188,7 +224,7 @@ class Rollout:
                 "logprob_start_len": 0,
             }
             return await self._ask(
-                session,
+                requests,
                 body,
                 lambda answer, _: read_prefill_logprobs(answer, list(ids)),
                 1,
@@ -199,55 +235,87 @@ class Rollout:
         return asyncio.run(self._for_each(sequences, score, 1))
 
     def sync(self, weights: Weights, version: int) -> SyncStats:
-        """Give all servers these weights and call them `version`.
+        """Give the servers that answer these weights and call them `version`.
 
-        Sampling stops first and resumes only when every server holds every tensor, the checksums
-        agree (sync.verify) and all report `version`. After any error `generate` refuses until a
-        later sync succeeds.
+        Sampling stops first and resumes only when every one of them holds every tensor, the
+        checksums agree (sync.verify) and all report `version`: these serve then. After any error
+        `generate` refuses until a later sync succeeds.
 
         Args:
             weights: Hugging Face names and whole tensors. Not read to its end after an error.
 
         Raises:
+            ServersLostError: some were lost meanwhile, and those in `serving` were not; or none
+                answers.
             WeightError: a tensor is not finite, or a server holds something else than was sent.
-            ServerError: a server refuses a step, dies, or does not answer in time.
+            ServerError: a server refuses a step.
         """
         self.needs_sync = True
-        stats = asyncio.run(self._sync.update(self.servers, weights, version))
+        servers = asyncio.run(find_answering(self._keeper))
+        if not servers:
+            raise ServersLostError("no server answers, so none can be given weights")
+        self._take_in(servers)
+        try:
+            stats = asyncio.run(self._sync.update(servers, weights, version))
+        except ServerError as error:
+            if not (lost := self._lost_of(servers)):
+                raise
+            first_line = str(error).partition("\n")[0]
+            raise ServersLostError(f"{lost} lost while weights were sent: {first_line}") from None
         self.needs_sync = False
         return stats
 
-    def release(self) -> None:
+    def release(self, on_wait: OnWait | None = None) -> None:
         """Have the servers give the memory of weights and cache back; the next `sync` takes it.
 
         Nothing can be sampled until then, as their weights are gone. Without effect when it was
-        given back already.
+        given back already. Waits for servers that are starting, as these take memory, too.
+
+        Args:
+            on_wait: as of `wait_healthy`.
 
         Raises:
-            ServerError: a server refuses, dies, or does not answer in time.
+            ServerError: a server refuses.
         """
         self.needs_sync = True
-        asyncio.run(self._sync.release(self.servers))
+        while servers := asyncio.run(wait_for_starting(self._keeper, on_wait)):
+            self._take_in(servers)
+            try:
+                asyncio.run(self._sync.release(servers))
+                return
+            except ServerError:
+                if not self._lost_of(servers):
+                    raise
 
-    def drop_dead_servers(self) -> list[Server]:
-        """Go on without those that have exited; which these were.
+    def wait_for_one(self, on_wait: OnWait | None = None) -> None:
+        """Return when a server answers, so that a sync can make it serve.
 
         Raises:
-            ServerError: none is left.
+            ServerError: none is left that could come: those that were launched have used up
+                rollout.max_restarts, those given by URL do not answer in rollout.start_timeout_s.
         """
-        dead = [server for server in self.servers if server.exit_code is not None]
-        if len(dead) == len(self.servers):
-            raise ServerError("\n".join(server.describe_exit() for server in dead))
-        self.servers = [server for server in self.servers if server not in dead]
-        self.lost += dead
-        return dead
+        asyncio.run(wait_for_one(self._keeper, on_wait))
+
+    def _take_in(self, servers: list[Server]) -> None:
+        for server in servers:
+            if server not in self.serving:
+                self._sync.forget(server)
+        self._keeper.serving = list(servers)
+
+    def _lost_of(self, servers: Sequence[Server]) -> str:
+        """The names of those that no longer answer."""
+        asyncio.run(find_answering(self._keeper))
+        return ", ".join(server.name for server in servers if server not in self.serving)
 
     def close(self) -> None:
         """Stop the servers that were launched; those given by URL keep running."""
         self._sync.close()
-        close_servers([*self.servers, *self.lost])
+        close_servers(self.servers)
 
     def _refuse_unknown_weights(self) -> None:
+        self._keeper.look()
+        if not self.serving:
+            raise ServersLostError("no server holds the current weights")
         if self.needs_sync:
             raise OnPolicyError(
                 "the servers' weights are unknown: they were given by rollout.urls and never "
@@ -266,24 +334,33 @@ class Rollout:
         self.stats.response_tokens += sum(sample.length for sample in samples)
 
     async def _for_each(self, items: Sequence[Any], work, samples_each: int) -> list[Any]:
-        """`work(session, item)` for all items, as many at once as the recipe allows."""
+        """`work(requests, item)` for all items, as many at once as the recipe allows."""
         self._in_flight = {server.url: 0 for server in self.servers}
         room = asyncio.Semaphore(max(1, self._config.max_concurrent_requests // samples_each))
 
-        async def bounded(session: aiohttp.ClientSession, item: Any) -> Any:
+        async def bounded(requests: Requests, item: Any) -> Any:
             async with room:
-                return await work(session, item)
+                return await work(requests, item)
 
         async with open_session() as session:
-            tasks = [asyncio.create_task(bounded(session, item)) for item in items]
+            requests = Requests(session, Health(self._keeper))
+            tasks = [asyncio.create_task(bounded(requests, item)) for item in items]
+            done = asyncio.gather(*tasks)
+            watch = asyncio.create_task(requests.health.watch(session))
             try:
-                return list(await asyncio.gather(*tasks))
+                await asyncio.wait({done, watch}, return_when=asyncio.FIRST_COMPLETED)
+                if not done.done():
+                    watch.result()  # it only ends by an error
+                return done.result()
             except BaseException:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self._abort_requests(session)
                 raise
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
 
     async def _abort_requests(self, session: aiohttp.ClientSession) -> None:
         """Free the servers from requests whose answers nobody waits for."""
@@ -296,14 +373,14 @@ class Rollout:
                     {"rid": "", "abort_all": True},
                     timeout_s=ABORT_TIMEOUT_S,
                 )
-                for server in self.servers
+                for server in self.serving
             ),
             return_exceptions=True,
         )
 
     async def _ask(
         self,
-        session: aiohttp.ClientSession,
+        requests: Requests,
         body: dict[str, Any],
         read: Callable[[Any, Server], Any],
         weight: int,
@@ -312,43 +389,58 @@ class Rollout:
     ) -> Any:
         """POST /generate until an attempt gives a usable answer, on another server if there is one.
 
+        An attempt that failed because its server was lost does not count.
+
         Args:
             weight: samples it asks for, to balance the servers by.
         """
+        session, health = requests.session, requests.health
         servers = self.servers if servers is None else servers
         attempts = self._config.retries + 1
         failures: list[str] = []
         avoid: set[str] = set()
-        for attempt in range(attempts):
-            server = self._choose(servers, avoid)
+        while len(failures) < attempts:
+            server = self._choose(health, servers, avoid)
             self._in_flight[server.url] += weight
             self.stats.requests += 1
             try:
-                return read(await self._post(session, server, body), server)
-            except (RetryableError, BadAnswerError) as error:
-                failures.append(f"{server.name} ({server.url}): {error}")
-                avoid.add(server.url)
+                answer = await health.unless_lost(server, self._post(session, server, body))
+                result = read(answer, server)
+                health.note_answer(server, None)
+                return result
+            except ServerLostError:
+                self.stats.retries += 1
+                continue
+            except OnPolicyError as error:
+                health.lose(server, str(error), end=False)
+                self.stats.retries += 1
+                continue
+            except (NoAnswerError, BadAnswerError) as error:
+                problem = error
             finally:
                 self._in_flight[server.url] -= weight
-            if attempt + 1 < attempts:
+            if isinstance(problem, BadAnswerError) or await health.is_still_there(session, server):
+                health.note_answer(server, str(problem))
+                failures.append(f"{server.name} ({server.url}): {problem}")
+                avoid.add(server.url)
+            if len(failures) < attempts:
                 self.stats.retries += 1
-                await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2**attempt))
+                await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** len(failures)))
         raise ServerError(
             f"{what} got no usable answer in {attempts} attempts (rollout.retries "
             f"{self._config.retries}):\n" + "\n".join(failures)
         )
 
-    def _choose(self, servers: Sequence[Server], avoid: set[str]) -> Server:
-        """The least busy living server, one that has not failed this request if possible.
+    def _choose(self, health: Health, servers: Sequence[Server], avoid: set[str]) -> Server:
+        """The least busy serving server, one that has not failed this request if possible.
 
         Raises:
-            ServerError: every server has exited.
+            ServersLostError: none of them serves.
         """
-        alive = [server for server in servers if server.exit_code is None]
-        if not alive:
-            raise ServerError("\n".join(server.describe_exit() for server in servers))
-        fresh = [server for server in alive if server.url not in avoid]
-        return min(fresh or alive, key=lambda server: self._in_flight[server.url])
+        health.check_any_left(servers)
+        serving = [server for server in servers if server in self.serving]
+        fresh = [server for server in serving if server.url not in avoid]
+        return min(fresh or serving, key=lambda server: self._in_flight[server.url])
 
     async def _post(
         self, session: aiohttp.ClientSession, server: Server, body: dict[str, Any]
@@ -360,10 +452,12 @@ class Rollout:
                 server.url + "/generate", json=body, headers=server.headers, timeout=timeout
             ) as got:
                 text, status = await got.text(), got.status
-        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
-            raise RetryableError(no_answer(server, "/generate", error, timeout_s)) from None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise NoAnswerError(no_answer(server, "/generate", error, timeout_s)) from None
+        except UnicodeDecodeError as error:
+            raise BadAnswerError(f"not text: {error}") from None
         if status >= 500 or status in (408, 429):
-            raise RetryableError(f"status {status}: {shorten(text)}")
+            raise NoAnswerError(f"status {status}: {shorten(text)}")
         if status in (401, 403):
             raise ServerError(
                 f"{server.name} ({server.url}) wants another API key (status {status}): set "
@@ -378,4 +472,4 @@ class Rollout:
         try:
             return json.loads(text)
         except ValueError:
-            raise RetryableError(f"not JSON: {shorten(text)!r}") from None
+            raise BadAnswerError(f"not JSON: {shorten(text)!r}") from None

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opo.errors import ServerError
-from megatron_opo.rollout.server import Server
+from megatron_opo.rollout.process import Server
 from megatron_opo.rollout.wire import call
 
 LEAVE_TIMEOUT_S = 10.0

@@ -6,14 +6,11 @@ import json
 import os
 import re
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,8 @@ from megatron_opo.errors import ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.redaction import API_KEY_VARIABLE
 from megatron_opo.rollout import guard
+from megatron_opo.rollout.process import Server
 
-# For the guard, which removes what a server leaves.
-END_SECONDS = 10.0
 HEALTH_ANSWER_S = 30.0
 
 # Set by the launcher of a job of several nodes: name, url, log and node of every server of the job.
@@ -48,97 +44,6 @@ TRAINER_ENVIRONMENT = (
     SERVERS_VARIABLE,
 )
 TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-
-
-@dataclass(frozen=True)
-class Server:
-    """One SGLang server. `process` and `log` are None for a server given by rollout.urls; one that
-    another node's launcher started has only a log, on a file system that all nodes share. `node`
-    counts the job's nodes; servers given by URL count as the first one's.
-
-    Requests need `api_key`, which whoever can reach the server does not know.
-
-    `process` is the guard that leads the server's process group and exits with its code, or with
-    128 and the number of the signal that ended it.
-    """
-
-    name: str
-    url: str
-    process: subprocess.Popen | None = None
-    log: Path | None = None
-    node: int = 0
-    api_key: str | None = field(default=None, repr=False)
-    owner: int = field(default_factory=os.getpid)
-
-    @property
-    def launched(self) -> bool:
-        """By this job, so that it has the model directory's weights at first."""
-        return self.log is not None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Of every request to it."""
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs, and for a server that this job did not launch."""
-        if self.process is not None:
-            return self.process.poll()
-        if self.log is not None and (note := _exit_note(self.log)).exists():
-            return int(note.read_text())
-        return None
-
-    def log_tail(self, lines: int = 20) -> str:
-        """The last lines of its log, or an empty string."""
-        if self.log is None or not self.log.is_file():
-            return ""
-        with self.log.open("rb") as stream:
-            stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, stream.tell() - 20_000))
-            text = stream.read().decode(errors="replace")
-        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
-
-    def describe_exit(self) -> str:
-        return (
-            f"{self.name} ({self.url}) exited with code {self.exit_code}; the last lines of its "
-            f"log {self.log}:\n{self.log_tail()}"
-        )
-
-    def close(self) -> None:
-        """Stop all of its processes; a second call does nothing."""
-        self.ask_to_end()
-        if self.process is not None and self.owner == os.getpid():
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_SECONDS)
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-    def ask_to_end(self) -> None:
-        # A forked child inherits the atexit handler, but the server is not its own to stop.
-        if self.process is not None and self.owner == os.getpid() and self.exit_code is None:
-            self.process.send_signal(signal.SIGHUP)
-
-
-def _exit_note(log: Path) -> Path:
-    return log.with_suffix(".exit")
-
-
-def note_exit(server: Server) -> None:
-    """Leave a note of its exit code beside its log, for the other nodes."""
-    if server.log is not None and server.exit_code is not None:
-        partial = server.log.with_suffix(".exit.partial")
-        partial.write_text(str(server.exit_code))
-        partial.rename(_exit_note(server.log))
-
-
-def close_servers(servers: Sequence[Server]) -> None:
-    """Stop all of them at the same time."""
-    for server in servers:
-        server.ask_to_end()
-    for server in servers:
-        server.close()
 
 
 def launch_servers(
@@ -190,21 +95,23 @@ def launch_servers(
     for i, port in enumerate(ports):
         command = [sys.executable, "-P", "-m", "sglang.launch_server"]
         command += command_line(server_options(rollout, model, device, i, port))
-        log = log_dir / f"server_{first + i}.log"
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=server_environment(rollout, device, i) | {API_KEY_VARIABLE: key},
-                start_new_session=True,
-            )
-        url = f"http://{rollout.host}:{port}"
-        server = Server(f"server {first + i}", url, process, log, api_key=key)
+        server = Server(
+            f"server {first + i}",
+            f"http://{rollout.host}:{port}",
+            log=log_dir / f"server_{first + i}.log",
+            api_key=key,
+            command=guarded(command),
+            environment=server_environment(rollout, device, i) | {API_KEY_VARIABLE: key},
+        )
+        server.launch()
         atexit.register(server.close)
         servers.append(server)
     return servers
+
+
+def guarded(command: Sequence[str]) -> list[str]:
+    """The command of the guard that runs `command`, and that ends with this process."""
+    return [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command]
 
 
 def api_key() -> str:

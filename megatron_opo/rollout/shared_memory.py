@@ -25,7 +25,7 @@ from torch.multiprocessing import reductions
 
 from megatron_opo.errors import ServerError, WeightError
 from megatron_opo.rollout.buckets import Weights
-from megatron_opo.rollout.server import Server
+from megatron_opo.rollout.process import Server
 
 # Of the start of each tensor, for kernels that load several values at once.
 ALIGNMENT = 256

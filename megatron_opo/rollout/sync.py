@@ -33,9 +33,9 @@ from megatron_opo.rollout.group import (
     leave_group,
     together,
 )
-from megatron_opo.rollout.server import Server
+from megatron_opo.rollout.process import Server
 from megatron_opo.rollout.shared_memory import SharedBucket
-from megatron_opo.rollout.wire import call, call_all
+from megatron_opo.rollout.wire import all_of, call, call_all
 
 UPDATING = "updating"
 FLUSH_TIMEOUT_S = 60.0
@@ -205,40 +205,55 @@ class WeightSync:
         config: SyncConfig,
         model: ModelConfig,
         kv_heads: int,
-        timeout_s: float,
+        load_timeout_s: float,
         disk: Path,
         shared: SharedBucket | None,
     ):
-        """`shared` is given where the transport is shared_memory; "auto" stands for distributed."""
+        """
+        Args:
+            load_timeout_s: for a server to read a whole model from disk.
+            shared: given where the transport is shared_memory; "auto" stands for distributed.
+        """
         self._config = config
         self._model = model
         self._kv_heads = kv_heads
-        self._timeout_s = timeout_s
+        self._timeout_s = config.timeout_s
+        self._load_timeout_s = load_timeout_s
         self._disk = disk / "weights"
         self._shared = shared
         self._group: WeightGroup | None = None
-        self._members: list[str] = []
-        self._released: list[str] = []
+        self._members: list[Server] = []
+        self._released: dict[Server, list[str]] = {}
+
+    def forget(self, server: Server) -> None:
+        """It was lost, and what answers now has all of its memory, and is in no group."""
+        self._released.pop(server, None)
+        if server in self._members:
+            self._members = []
 
     async def release(self, servers: list[Server]) -> None:
         """Stop sampling and give the memory of weights and cache back; see `Rollout.release`."""
-        if self._released:
-            return
-        async with aiohttp.ClientSession() as session:
-            await open_update(session, servers, self._timeout_s)
-            tags = [KV_CACHE, WEIGHTS]
+        tags, timeout_s = [KV_CACHE, WEIGHTS], self._timeout_s
+
+        async def release(server: Server) -> None:
+            await open_update(session, [server], timeout_s)
             path = "/release_memory_occupation"
-            await call_all(session, servers, path, {"tags": tags}, timeout_s=self._timeout_s)
-            self._released = tags
+            await call(session, server, path, {"tags": tags}, timeout_s=timeout_s)
+            self._released[server] = list(tags)
+
+        async with aiohttp.ClientSession() as session:
+            await all_of(release(server) for server in servers if server not in self._released)
 
     async def _resume(
         self, session: aiohttp.ClientSession, servers: list[Server], tag: str
     ) -> None:
+        async def resume(server: Server) -> None:
+            path, body = "/resume_memory_occupation", {"tags": [tag]}
+            await call(session, server, path, body, timeout_s=self._timeout_s)
+            self._released[server].remove(tag)
+
         # A server does not survive being asked for what it has.
-        if tag in self._released:
-            path = "/resume_memory_occupation"
-            await call_all(session, servers, path, {"tags": [tag]}, timeout_s=self._timeout_s)
-            self._released.remove(tag)
+        await all_of(resume(s) for s in servers if tag in self._released.get(s, ()))
 
     async def update(self, servers: list[Server], weights: Weights, version: int) -> SyncStats:
         """Replace all weights; see `Rollout.sync`."""
@@ -246,8 +261,7 @@ class WeightSync:
         timeout_s = self._timeout_s
         async with aiohttp.ClientSession() as session:
             placement = await ask_placement(session, servers, timeout_s)
-            if not self._released:
-                await open_update(session, servers, timeout_s)
+            await open_update(session, [s for s in servers if not self._released.get(s)], timeout_s)
             await self._resume(session, servers, WEIGHTS)
             expected = None
             if self._config.verify:
@@ -265,6 +279,7 @@ class WeightSync:
             # What this process's allocator still holds may be what the cache needs.
             torch.cuda.empty_cache()
             await self._resume(session, servers, KV_CACHE)
+            self._released = {s: tags for s, tags in self._released.items() if tags}
             await close_update(session, servers, version, timeout_s)
         seconds = time.monotonic() - start
         return SyncStats(seconds, progress.bytes, progress.tensors, compared)
@@ -301,8 +316,10 @@ class WeightSync:
     async def _by_broadcast(self, session, servers, placement, parts: Iterator[Bucket]) -> None:
         # Kept only after success: a group in which a send failed may hold a stuck message.
         group, self._group = self._group, None
-        members = [server.url for server in servers]
-        if group is None or members != self._members:
+        if group is not None and servers != self._members:
+            await leave_group(session, servers, group.name)
+            group = None
+        if group is None:
             group = await join_group(session, servers, placement, self._timeout_s)
         name = group.name
         try:
@@ -314,7 +331,7 @@ class WeightSync:
             del group
             await leave_group(session, servers, name)
             raise
-        self._group, self._members = group, members
+        self._group, self._members = group, servers
 
     async def _by_shared_memory(self, session, servers, placement, weights: Weights) -> None:
         shared, timeout_s = self._shared, self._timeout_s
@@ -354,7 +371,7 @@ class WeightSync:
         write_model(parts, directory, self._model)
         body = {"model_path": str(directory), "load_format": "auto"}
         await call_all(
-            session, servers, "/update_weights_from_disk", body, timeout_s=self._timeout_s
+            session, servers, "/update_weights_from_disk", body, timeout_s=self._load_timeout_s
         )
 
     def close(self) -> None:

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 import aiohttp
 
 from megatron_opo.errors import ServerError
-from megatron_opo.rollout.server import Server
+from megatron_opo.rollout.process import Server
 
 SHOWN_CHARACTERS = 500
 
@@ -67,6 +68,13 @@ async def call_all(
     return await asyncio.gather(
         *(call(session, server, path, body, timeout_s=timeout_s) for server in servers)
     )
+
+
+async def all_of(work: Iterable[Awaitable[Any]]) -> None:
+    """Wait for all, then raise the first error if there was one."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 def no_answer(server: Server, path: str, error: Exception, timeout_s: float) -> str:
