@@ -172,7 +172,7 @@ def test_only_who_has_the_key_is_answered(current, qwen_pool):
     shown = [" ".join(process.cmdline()) for process in processes]
     assert len(shown) > 3 and "sglang.launch_server" in shown[0]
     shown += [server.log.read_text(), repr(server)]
-    assert "api_key='(hidden)'" in shown[-2]
+    assert "'api_key': '(hidden)'" in shown[-2]
     assert not [text for text in shown if API_KEY in text]
 
 
