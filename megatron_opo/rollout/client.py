@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import aiohttp
 from megatron_opo.batch import Group, Prompt, Sample
 from megatron_opo.errors import OnPolicyError, ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig, SyncConfig
-from megatron_opo.redaction import API_KEY_VARIABLE
 from megatron_opo.rollout.answers import (
-    BadAnswerError,
     check_ids,
     read_prefill_logprobs,
     read_samples,
@@ -25,47 +22,21 @@ from megatron_opo.rollout.buckets import Weights
 from megatron_opo.rollout.health import (
     Health,
     OnWait,
-    ServerLostError,
     find_answering,
     wait_for_one,
     wait_for_starting,
 )
 from megatron_opo.rollout.keeper import Keeper, ServersLostError, print_warning
 from megatron_opo.rollout.process import Server, close_servers
+from megatron_opo.rollout.requests import Requests, RolloutStats
 from megatron_opo.rollout.seeds import sample_seed
 from megatron_opo.rollout.shared_memory import SharedBucket
 from megatron_opo.rollout.sync import SyncStats, WeightSync
-from megatron_opo.rollout.wire import call, no_answer, open_session, shorten
+from megatron_opo.rollout.wire import call, open_session
 
-FIRST_BACKOFF_S = 0.25
-LONGEST_BACKOFF_S = 10.0
 ABORT_TIMEOUT_S = 10.0
 
 OnSample = Callable[[Sample], None]
-
-
-@dataclass
-class RolloutStats:
-    """Of the latest `generate`: requests sent, those that were repeats, and what came of them."""
-
-    requests: int = 0
-    retries: int = 0
-    samples: int = 0
-    prompt_tokens: int = 0
-    response_tokens: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Requests:
-    """What those of one `generate` share."""
-
-    session: aiohttp.ClientSession
-    health: Health
-
-
-class NoAnswerError(Exception):
-    """A request that failed in a way another attempt may not, perhaps as its server is lost."""
 
 
 class Rollout:
@@ -112,7 +83,6 @@ class Rollout:
         self._keeper = Keeper(servers, rollout, device, warn)
         self._vocab_size = int(config["vocab_size"])
         self._sync = WeightSync(sync, model, kv_heads, rollout.start_timeout_s, disk_dir, shared)
-        self._in_flight: dict[str, int] = {}
 
     @property
     def serving(self) -> list[Server]:
@@ -181,8 +151,8 @@ class Rollout:
             )
 
         async def sample(requests: Requests, prompt: Prompt) -> Group:
-            samples = await self._ask(
-                requests,
+            samples = await requests.ask(
+                self.servers,
                 body(prompt),
                 lambda answer, server: read(answer, prompt, server),
                 samples_per_prompt,
@@ -223,13 +193,12 @@ class Rollout:
                 "return_logprob": True,
                 "logprob_start_len": 0,
             }
-            return await self._ask(
-                requests,
+            return await requests.ask(
+                [self.servers[server]],
                 body,
                 lambda answer, _: read_prefill_logprobs(answer, list(ids)),
                 1,
                 "a text to be scored",
-                [self.servers[server]],
             )
 
         return asyncio.run(self._for_each(sequences, score, 1))
@@ -335,7 +304,6 @@ class Rollout:
 
     async def _for_each(self, items: Sequence[Any], work, samples_each: int) -> list[Any]:
         """`work(requests, item)` for all items, as many at once as the recipe allows."""
-        self._in_flight = {server.url: 0 for server in self.servers}
         room = asyncio.Semaphore(max(1, self._config.max_concurrent_requests // samples_each))
 
         async def bounded(requests: Requests, item: Any) -> Any:
@@ -343,10 +311,11 @@ class Rollout:
                 return await work(requests, item)
 
         async with open_session() as session:
-            requests = Requests(session, Health(self._keeper))
+            health = Health(self._keeper, session)
+            requests = Requests(session, health, self._config, self.stats)
             tasks = [asyncio.create_task(bounded(requests, item)) for item in items]
             done = asyncio.gather(*tasks)
-            watch = asyncio.create_task(requests.health.watch(session))
+            watch = asyncio.create_task(health.watch())
             try:
                 await asyncio.wait({done, watch}, return_when=asyncio.FIRST_COMPLETED)
                 if not done.done():
@@ -377,99 +346,3 @@ class Rollout:
             ),
             return_exceptions=True,
         )
-
-    async def _ask(
-        self,
-        requests: Requests,
-        body: dict[str, Any],
-        read: Callable[[Any, Server], Any],
-        weight: int,
-        what: str,
-        servers: Sequence[Server] | None = None,
-    ) -> Any:
-        """POST /generate until an attempt gives a usable answer, on another server if there is one.
-
-        An attempt that failed because its server was lost does not count.
-
-        Args:
-            weight: samples it asks for, to balance the servers by.
-        """
-        session, health = requests.session, requests.health
-        servers = self.servers if servers is None else servers
-        attempts = self._config.retries + 1
-        failures: list[str] = []
-        avoid: set[str] = set()
-        while len(failures) < attempts:
-            server = self._choose(health, servers, avoid)
-            self._in_flight[server.url] += weight
-            self.stats.requests += 1
-            try:
-                answer = await health.unless_lost(server, self._post(session, server, body))
-                result = read(answer, server)
-                health.note_answer(server, None)
-                return result
-            except ServerLostError:
-                self.stats.retries += 1
-                continue
-            except OnPolicyError as error:
-                health.lose(server, str(error), end=False)
-                self.stats.retries += 1
-                continue
-            except (NoAnswerError, BadAnswerError) as error:
-                problem = error
-            finally:
-                self._in_flight[server.url] -= weight
-            if isinstance(problem, BadAnswerError) or await health.is_still_there(session, server):
-                health.note_answer(server, str(problem))
-                failures.append(f"{server.name} ({server.url}): {problem}")
-                avoid.add(server.url)
-            if len(failures) < attempts:
-                self.stats.retries += 1
-                await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** len(failures)))
-        raise ServerError(
-            f"{what} got no usable answer in {attempts} attempts (rollout.retries "
-            f"{self._config.retries}):\n" + "\n".join(failures)
-        )
-
-    def _choose(self, health: Health, servers: Sequence[Server], avoid: set[str]) -> Server:
-        """The least busy serving server, one that has not failed this request if possible.
-
-        Raises:
-            ServersLostError: none of them serves.
-        """
-        health.check_any_left(servers)
-        serving = [server for server in servers if server in self.serving]
-        fresh = [server for server in serving if server.url not in avoid]
-        return min(fresh or serving, key=lambda server: self._in_flight[server.url])
-
-    async def _post(
-        self, session: aiohttp.ClientSession, server: Server, body: dict[str, Any]
-    ) -> Any:
-        timeout_s = self._config.request_timeout_s
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with session.post(
-                server.url + "/generate", json=body, headers=server.headers, timeout=timeout
-            ) as got:
-                text, status = await got.text(), got.status
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise NoAnswerError(no_answer(server, "/generate", error, timeout_s)) from None
-        except UnicodeDecodeError as error:
-            raise BadAnswerError(f"not text: {error}") from None
-        if status >= 500 or status in (408, 429):
-            raise NoAnswerError(f"status {status}: {shorten(text)}")
-        if status in (401, 403):
-            raise ServerError(
-                f"{server.name} ({server.url}) wants another API key (status {status}): set "
-                f"{API_KEY_VARIABLE} to the one it was started with"
-            )
-        if status != 200:
-            # The request itself is at fault; no other attempt would do better.
-            raise ServerError(
-                f"{server.name} ({server.url}) refused a request with status {status}: "
-                f"{shorten(text)}"
-            )
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise BadAnswerError(f"not JSON: {shorten(text)!r}") from None

@@ -36,17 +36,18 @@ class ServerLostError(Exception):
 class Health:
     """Watches over the serving servers while requests run; made for one batch of these."""
 
-    def __init__(self, keeper: Keeper):
+    def __init__(self, keeper: Keeper, session: aiohttp.ClientSession):
         self._keeper = keeper
+        self._session = session
         loop = asyncio.get_running_loop()
         self._lost: dict[Server, asyncio.Future[str]] = {
             server: loop.create_future() for server in keeper.serving
         }
         self._unusable: Counter[Server] = Counter()
 
-    async def watch(self, session: aiohttp.ClientSession) -> None:
+    async def watch(self) -> None:
         """Runs until it is cancelled."""
-        await asyncio.gather(self._look(), *(self._poll(session, s) for s in self._lost))
+        await asyncio.gather(self._look(), *(self._poll(s) for s in self._lost))
 
     async def unless_lost(self, server: Server, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which is cancelled when the server is lost before.
@@ -63,11 +64,11 @@ class Health:
         finally:
             task.cancel()
 
-    async def is_still_there(self, session: aiohttp.ClientSession, server: Server) -> bool:
+    async def is_still_there(self, server: Server) -> bool:
         """After a request that it did not answer: waits until it is found healthy or lost."""
         while not self._lost[server].done():
             try:
-                problem = await self.unless_lost(server, self._ask(session, server))
+                problem = await self.unless_lost(server, self._ask(server))
             except ServerLostError:
                 break
             if problem is None:
@@ -91,11 +92,12 @@ class Health:
             self._lost[server].set_result(reason)
             self._keeper.lose(server, reason, end=end)
 
-    def check_any_left(self, servers: Sequence[Server]) -> None:
-        """Raises ServersLostError if none of `servers` serves."""
-        if not any(server in self._keeper.serving for server in servers):
-            reasons = [lost.result() for lost in self._lost.values() if lost.done()]
-            raise ServersLostError("\n".join(["no server is left:", *reasons]))
+    def serving(self, servers: Sequence[Server]) -> list[Server]:
+        """Those of `servers` that serve; raises ServersLostError if there is none."""
+        if serving := [server for server in servers if server in self._keeper.serving]:
+            return serving
+        reasons = [lost.result() for lost in self._lost.values() if lost.done()]
+        raise ServersLostError("\n".join(["no server is left:", *reasons]))
 
     async def _look(self) -> None:
         while True:
@@ -105,11 +107,11 @@ class Health:
                     lost.set_result(f"{server.name} ({server.url}) has ended")
             await asyncio.sleep(LOOK_S)
 
-    async def _poll(self, session: aiohttp.ClientSession, server: Server) -> None:
+    async def _poll(self, server: Server) -> None:
         healthy = time.monotonic()
         while not self._lost[server].done():
             asked = time.monotonic()
-            problem = await self._ask(session, server)
+            problem = await self._ask(server)
             now = time.monotonic()
             if problem is None:
                 healthy = now
@@ -117,8 +119,8 @@ class Health:
                 self.lose(server, f"{server.name} ({server.url}) {problem}", end=True)
             await asyncio.sleep(max(LOOK_S, asked + self._keeper.config.health_every_s - now))
 
-    async def _ask(self, session: aiohttp.ClientSession, server: Server) -> str | None:
-        return await ask(session, server, HEALTH, self._keeper.health_limit_s)
+    async def _ask(self, server: Server) -> str | None:
+        return await ask(self._session, server, HEALTH, self._keeper.health_limit_s)
 
 
 async def ask(

@@ -1,0 +1,150 @@
+"""Requests to the servers, repeated until an answer is of use."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from megatron_opo.errors import OnPolicyError, ServerError
+from megatron_opo.recipe import RolloutConfig
+from megatron_opo.redaction import API_KEY_VARIABLE
+from megatron_opo.rollout.answers import BadAnswerError
+from megatron_opo.rollout.health import Health, ServerLostError
+from megatron_opo.rollout.process import Server
+from megatron_opo.rollout.wire import no_answer, shorten
+
+FIRST_BACKOFF_S = 0.25
+LONGEST_BACKOFF_S = 10.0
+
+
+@dataclass
+class RolloutStats:
+    """Of the latest `generate`: requests sent, those that were repeats, and what came of them."""
+
+    requests: int = 0
+    retries: int = 0
+    samples: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    seconds: float = 0.0
+
+
+class NoAnswerError(Exception):
+    """A request that failed in a way another attempt may not, perhaps as its server is lost."""
+
+
+class Requests:
+    """Those of one `generate`, which share a session, what is known of the servers, and `stats`."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        health: Health,
+        config: RolloutConfig,
+        stats: RolloutStats,
+    ):
+        self._session = session
+        self._health = health
+        self._config = config
+        self._stats = stats
+        self._in_flight: Counter[Server] = Counter()
+
+    async def ask(
+        self,
+        servers: Sequence[Server],
+        body: dict[str, Any],
+        read: Callable[[Any, Server], Any],
+        weight: int,
+        what: str,
+    ) -> Any:
+        """POST /generate until an attempt gives a usable answer, on another server if there is one.
+
+        An attempt that failed because its server was lost does not count.
+
+        Args:
+            servers: which may be asked; none is that does not serve.
+            weight: samples it asks for, to balance the servers by.
+
+        Raises:
+            ServersLostError: none of the servers serves.
+            ServerError: no attempt gave a usable answer, or the request itself is refused.
+        """
+        health = self._health
+        attempts = self._config.retries + 1
+        failures: list[str] = []
+        avoid: set[Server] = set()
+        while len(failures) < attempts:
+            server = self._choose(servers, avoid)
+            self._in_flight[server] += weight
+            self._stats.requests += 1
+            try:
+                answer = await health.unless_lost(server, self._post(server, body))
+                result = read(answer, server)
+                health.note_answer(server, None)
+                return result
+            except ServerLostError:
+                self._stats.retries += 1
+                continue
+            except OnPolicyError as error:
+                health.lose(server, str(error), end=False)
+                self._stats.retries += 1
+                continue
+            except (NoAnswerError, BadAnswerError) as error:
+                problem = error
+            finally:
+                self._in_flight[server] -= weight
+            if isinstance(problem, BadAnswerError) or await health.is_still_there(server):
+                health.note_answer(server, str(problem))
+                failures.append(f"{server.name} ({server.url}): {problem}")
+                avoid.add(server)
+            if len(failures) < attempts:
+                self._stats.retries += 1
+                await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** len(failures)))
+        raise ServerError(
+            f"{what} got no usable answer in {attempts} attempts (rollout.retries "
+            f"{self._config.retries}):\n" + "\n".join(failures)
+        )
+
+    def _choose(self, servers: Sequence[Server], avoid: set[Server]) -> Server:
+        """The least busy serving server, one that has not failed this request if possible.
+
+        Raises:
+            ServersLostError: none of them serves.
+        """
+        serving = self._health.serving(servers)
+        fresh = [server for server in serving if server not in avoid]
+        return min(fresh or serving, key=lambda server: self._in_flight[server])
+
+    async def _post(self, server: Server, body: dict[str, Any]) -> Any:
+        timeout_s = self._config.request_timeout_s
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.post(
+                server.url + "/generate", json=body, headers=server.headers, timeout=timeout
+            ) as got:
+                text, status = await got.text(), got.status
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise NoAnswerError(no_answer(server, "/generate", error, timeout_s)) from None
+        except UnicodeDecodeError as error:
+            raise BadAnswerError(f"not text: {error}") from None
+        if status >= 500 or status in (408, 429):
+            raise NoAnswerError(f"status {status}: {shorten(text)}")
+        if status in (401, 403):
+            raise ServerError(
+                f"{server.name} ({server.url}) wants another API key (status {status}): set "
+                f"{API_KEY_VARIABLE} to the one it was started with"
+            )
+        if status != 200:
+            # The request itself is at fault; no other attempt would do better.
+            raise ServerError(
+                f"{server.name} ({server.url}) refused a request with status {status}: "
+                f"{shorten(text)}"
+            )
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise BadAnswerError(f"not JSON: {shorten(text)!r}") from None
