@@ -8,14 +8,13 @@ import torch
 
 from megatron_opo.advantages import NEEDS_SCORES
 from megatron_opo.checkpoint_files import Found
+from megatron_opo.collect import collect, keep_batch, log_step, write_advantages
 from megatron_opo.desk import open_desk
 from megatron_opo.errors import RecipeError
 from megatron_opo.model_fit import check_model
 from megatron_opo.observe.report import write_report
 from megatron_opo.recipe import Recipe
 from megatron_opo.replay import batch_path
-from megatron_opo.train import collect, log_step
-from megatron_opo.update import keep_batch, write_advantages
 
 SUFFIX = ".rollout_only"
 

@@ -24,22 +24,19 @@ from megatron_opo.actor.checkpoint_writer import CheckpointWriter
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.replicas import check_replicas
 from megatron_opo.actor.step import Actor
-from megatron_opo.advantages import baselines
-from megatron_opo.advantages.truncation import shape_rewards
-from megatron_opo.batch import Group, PackedBatch, pack
+from megatron_opo.batch import PackedBatch
 from megatron_opo.checkpoint_source import find_checkpoint
+from megatron_opo.collect import collect, log_step
 from megatron_opo.desk import Desk, open_desk
-from megatron_opo.dynamic_sampling import draw_groups, has_signal
 from megatron_opo.errors import CheckpointError, OpoError
 from megatron_opo.model_fit import check_model
-from megatron_opo.observe.metrics import rollout_metrics
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import SharedBucket, SyncStats, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver, DriverFailed
-from megatron_opo.update import keep_if_due, phase, take_step
+from megatron_opo.update import phase, take_step
 from megatron_opo.weights.export import export_hf, largest_tensor
 from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
@@ -240,49 +237,6 @@ def load_start(actor: Actor) -> None:
         load_megatron(actor.modules, found.checkpoint, actor.hf_config)
 
 
-def collect(desk: Desk, version: int) -> PackedBatch:
-    """Sample a group of responses to each of the next prompts, score and pack them.
-
-    None when asked to stop meanwhile; the prompts are drawn again then, and after any error.
-
-    Raises:
-        ServersLostError: all of them.
-        TrainingError: with dynamic sampling, no group gives a signal.
-        RewardError: no sample could be scored.
-    """
-    desk.drawn_from, batch = desk.cursor.state(), None
-    try:
-        batch = desk.stop.unless_asked(lambda: _collect(desk, version))
-    finally:
-        if batch is None:
-            desk.cursor.restore(desk.drawn_from)
-    return batch  # pyright: ignore[reportReturnType]
-
-
-def _collect(desk: Desk, version: int) -> PackedBatch:
-    recipe = desk.recipe
-    dynamic = recipe.rollout.dynamic_sampling
-
-    def draw(count: int) -> list[Group]:
-        prompts = desk.cursor.next(count)
-        with desk.log.phase("generate"):
-            groups = desk.generate(prompts, version)
-        with desk.log.phase("reward"):
-            return desk.score(groups)
-
-    def shape(groups: list[Group]) -> list[Group]:
-        return shape_rewards(groups, recipe.algorithm, recipe.rollout.max_response_tokens)
-
-    desk.start_step()
-    desk.drawn = draw_groups(
-        draw,
-        wanted=recipe.rollout.prompts_per_step,
-        max_rounds=dynamic.max_rounds if dynamic.enabled else 1,
-        keep=lambda group: not dynamic.enabled or has_signal(*shape([group])),
-    )
-    return pack(shape(desk.drawn.groups))
-
-
 def open_shared_bucket(recipe: Recipe, hf_config: dict, parallel: Parallel) -> SharedBucket | None:
     """What weights are sent by, where that is shared memory."""
     if recipe.transport(parallel.device.type) != "shared_memory":
@@ -359,21 +313,6 @@ def evaluate(desk: Desk, version: int) -> None:
         return
     desk.log.samples(version, groups, None, kind="eval")
     desk.log_eval(version, groups)
-
-
-def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version: int) -> None:
-    groups = desk.drawn.groups
-    subtracted = baselines(batch, desk.recipe.algorithm.estimator)
-    metrics = rollout_metrics(groups, batch, subtracted) | desk.rollout_metrics() | metrics
-    advantages = torch.full((sum(len(g.samples) for g in groups),), torch.nan).double()
-    advantages[batch.sample_ids] = batch.mean_advantages
-    desk.log.samples(version + 1, groups, _per_group(advantages, groups))
-    desk.log.step(version + 1, metrics)
-    keep_if_due(desk, batch, version)
-
-
-def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
-    return [part.tolist() for part in values.split([len(g.samples) for g in groups])]
 
 
 def check_probe(actor: Actor, desk: Desk, driver: Driver, on_servers: OnServers) -> None:

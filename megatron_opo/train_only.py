@@ -10,7 +10,7 @@ from typing import Any
 from megatron_opo.actor.checkpoint import load_checkpoint
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.step import Actor
-from megatron_opo.advantages import NEEDS_SCORES
+from megatron_opo.advantages import NEEDS_SCORES, group_advantages_
 from megatron_opo.errors import CheckpointError, DataError
 from megatron_opo.model_fit import check_model
 from megatron_opo.recipe import Recipe
@@ -18,7 +18,7 @@ from megatron_opo.replay import BATCHES, KeptBatch, read_batch
 from megatron_opo.runs import Checkpoint, changed_fields, complete_checkpoints
 from megatron_opo.spmd import Driver
 from megatron_opo.train import load_start
-from megatron_opo.update import overwrite_advantages
+from megatron_opo.update import score_energies
 
 
 def replay(recipe: Recipe, files: list[Path], parallel: Parallel) -> list[dict[str, float]]:
@@ -52,11 +52,11 @@ def take_step(kept: KeptBatch, actor: Actor, driver: Driver) -> dict[str, float]
     batch = kept and kept.batch
     algorithm = actor.recipe.algorithm
     driver.run(lambda: show_batch(kept))
-    scores = actor.score(batch) if algorithm.estimator in NEEDS_SCORES else None
+    energies = score_energies(actor, batch) if algorithm.estimator in NEEDS_SCORES else None
 
     def set_advantages() -> None:
         before = batch.advantages.clone()
-        overwrite_advantages(batch, scores, algorithm)
+        group_advantages_(batch, algorithm.estimator, algorithm.singleton, energies)
         if not before.equal(batch.advantages):
             largest = (before - batch.advantages).abs().max()
             print(f"  advantages are not those of the file: they differ by up to {largest:.3g}")

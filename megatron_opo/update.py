@@ -4,15 +4,16 @@ As in `train`: all ranks call these together; `desk` and `batch` are None elsewh
 """
 
 from contextlib import nullcontext
-from pathlib import Path
 
-from megatron_opo.actor.step import Actor, Scores
-from megatron_opo.advantages import NEEDS_SCORES, group_advantages_, token_energies
+import torch
+
+from megatron_opo.actor.step import Actor
+from megatron_opo.advantages import NEEDS_SCORES, token_energies
 from megatron_opo.batch import PackedBatch
+from megatron_opo.collect import keep_batch, write_advantages
 from megatron_opo.desk import Desk
 from megatron_opo.errors import LogError, NonFiniteError, OnPolicyError
-from megatron_opo.recipe import AlgorithmConfig
-from megatron_opo.replay import batch_path, failed_batch_path, replay_command, write_batch
+from megatron_opo.replay import failed_batch_path, replay_command
 from megatron_opo.spmd import Driver
 
 MOST_SKIPS = 3
@@ -50,23 +51,17 @@ def take_step(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> d
 def set_advantages(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> None:
     """Token-level advantages. Some estimators weight by the policy's own probabilities: for these,
     one more forward pass."""
-    scores = None
+    energies = None
     if actor.recipe.algorithm.estimator in NEEDS_SCORES:
         with phase(desk, "score"):
-            scores = actor.score(batch)
-    driver.run(lambda: write_advantages(desk, batch, scores))
+            energies = score_energies(actor, batch)
+    driver.run(lambda: write_advantages(desk, batch, energies))
 
 
-def write_advantages(desk: Desk, batch: PackedBatch, scores: Scores | None) -> None:
-    with desk.log.phase("advantage"):
-        overwrite_advantages(batch, scores, desk.recipe.algorithm)
-
-
-def overwrite_advantages(
-    batch: PackedBatch, scores: Scores | None, algorithm: AlgorithmConfig
-) -> None:
-    energies = scores and token_energies(scores.logprobs, scores.sum_squared_probs)
-    group_advantages_(batch, algorithm.estimator, algorithm.singleton, energies)
+def score_energies(actor: Actor, batch: PackedBatch) -> torch.Tensor | None:
+    """[T] on rank 0."""
+    scores = actor.score(batch)
+    return scores and token_energies(scores.logprobs, scores.sum_squared_probs)
 
 
 def skip_or_stop(desk: Desk, batch: PackedBatch, version: int, error: NonFiniteError) -> None:
@@ -92,18 +87,6 @@ def keep_failed(desk: Desk, batch: PackedBatch, version: int) -> str:
     except LogError as error:
         return str(error)
     return f"Its batch is kept; this takes the step again: {replay_command(path)}"
-
-
-def keep_if_due(desk: Desk, batch: PackedBatch, version: int) -> None:
-    """With log.batches_every: the batch of the update that follows `version`."""
-    every, step = desk.recipe.log.batches_every, version + 1
-    if every and step % every == 0:
-        keep_batch(desk, batch, version, batch_path(desk.recipe.run_path, step))
-
-
-def keep_batch(desk: Desk, batch: PackedBatch, version: int, path: Path) -> None:
-    recipe = desk.recipe.to_show()
-    write_batch(path, batch, version=version, recipe=recipe, groups=desk.drawn.groups)
 
 
 def phase(desk: Desk, name: str):

@@ -7,6 +7,7 @@ import torch
 from servers import prompts
 
 from megatron_opo.batch import Prompt
+from megatron_opo.collect import collect, log_step, write_advantages
 from megatron_opo.desk import Desk
 from megatron_opo.errors import TrainingError
 from megatron_opo.observe.run_log import RunLog
@@ -14,8 +15,6 @@ from megatron_opo.prompts import PromptCursor, PromptSet
 from megatron_opo.recipe import Recipe
 from megatron_opo.rewards import RewardPool
 from megatron_opo.stop import StopRequest
-from megatron_opo.train import collect, log_step
-from megatron_opo.update import write_advantages
 
 REWARD = """
 def early_letters(data_source, solution_str, ground_truth, extra_info=None):

@@ -41,15 +41,15 @@ ALLOWED = {
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "stop"},
     "replay": {"batch", "errors"},
-    "update": BASE | {"actor", "advantages", "desk", "replay", "spmd"},
+    "collect": BASE | {"advantages", "desk", "dynamic_sampling", "observe", "replay"},
+    "update": BASE | {"actor", "advantages", "collect", "desk", "replay", "spmd"},
     "train": BASE
-    | {"actor", "advantages", "checkpoint_source", "desk", "dynamic_sampling", "model_fit"}
-    | {"observe", "on_policy", "rollout", "runs", "spmd", "update", "weights"},
+    | {"actor", "checkpoint_source", "collect", "desk", "model_fit", "observe", "on_policy"}
+    | {"rollout", "runs", "spmd", "update", "weights"},
     "train_only": BASE
     | {"actor", "advantages", "model_fit", "replay", "runs", "spmd", "train", "update"},
     "rollout_only": BASE
-    | {"advantages", "checkpoint_files", "desk", "model_fit", "observe"}
-    | {"replay", "train", "update"},
+    | {"advantages", "checkpoint_files", "collect", "desk", "model_fit", "observe", "replay"},
 }
 ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": {"sglang_plugin"}}
 

@@ -1,0 +1,90 @@
+"""Rank 0's part of a step, before and after the update: its batch is collected, given advantages,
+logged and kept. Nothing in here needs Megatron."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_opo.advantages import baselines, group_advantages_
+from megatron_opo.advantages.truncation import shape_rewards
+from megatron_opo.batch import Group, PackedBatch, pack
+from megatron_opo.desk import Desk
+from megatron_opo.dynamic_sampling import draw_groups, has_signal
+from megatron_opo.observe.metrics import rollout_metrics
+from megatron_opo.replay import batch_path, write_batch
+
+
+def collect(desk: Desk, version: int) -> PackedBatch:
+    """Sample a group of responses to each of the next prompts, score and pack them.
+
+    None when asked to stop meanwhile; the prompts are drawn again then, and after any error.
+
+    Raises:
+        ServersLostError: all of them.
+        TrainingError: with dynamic sampling, no group gives a signal.
+        RewardError: no sample could be scored.
+    """
+    desk.drawn_from, batch = desk.cursor.state(), None
+    try:
+        batch = desk.stop.unless_asked(lambda: _collect(desk, version))
+    finally:
+        if batch is None:
+            desk.cursor.restore(desk.drawn_from)
+    return batch  # pyright: ignore[reportReturnType]
+
+
+def _collect(desk: Desk, version: int) -> PackedBatch:
+    recipe = desk.recipe
+    dynamic = recipe.rollout.dynamic_sampling
+
+    def draw(count: int) -> list[Group]:
+        prompts = desk.cursor.next(count)
+        with desk.log.phase("generate"):
+            groups = desk.generate(prompts, version)
+        with desk.log.phase("reward"):
+            return desk.score(groups)
+
+    def shape(groups: list[Group]) -> list[Group]:
+        return shape_rewards(groups, recipe.algorithm, recipe.rollout.max_response_tokens)
+
+    desk.start_step()
+    desk.drawn = draw_groups(
+        draw,
+        wanted=recipe.rollout.prompts_per_step,
+        max_rounds=dynamic.max_rounds if dynamic.enabled else 1,
+        keep=lambda group: not dynamic.enabled or has_signal(*shape([group])),
+    )
+    return pack(shape(desk.drawn.groups))
+
+
+def write_advantages(desk: Desk, batch: PackedBatch, energies: torch.Tensor | None) -> None:
+    algorithm = desk.recipe.algorithm
+    with desk.log.phase("advantage"):
+        group_advantages_(batch, algorithm.estimator, algorithm.singleton, energies)
+
+
+def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version: int) -> None:
+    groups = desk.drawn.groups
+    subtracted = baselines(batch, desk.recipe.algorithm.estimator)
+    metrics = rollout_metrics(groups, batch, subtracted) | desk.rollout_metrics() | metrics
+    advantages = torch.full((sum(len(g.samples) for g in groups),), torch.nan).double()
+    advantages[batch.sample_ids] = batch.mean_advantages
+    desk.log.samples(version + 1, groups, _per_group(advantages, groups))
+    desk.log.step(version + 1, metrics)
+    keep_if_due(desk, batch, version)
+
+
+def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
+    return [part.tolist() for part in values.split([len(g.samples) for g in groups])]
+
+
+def keep_if_due(desk: Desk, batch: PackedBatch, version: int) -> None:
+    """With log.batches_every: the batch of the update that follows `version`."""
+    every, step = desk.recipe.log.batches_every, version + 1
+    if every and step % every == 0:
+        keep_batch(desk, batch, version, batch_path(desk.recipe.run_path, step))
+
+
+def keep_batch(desk: Desk, batch: PackedBatch, version: int, path: Path) -> None:
+    recipe = desk.recipe.to_show()
+    write_batch(path, batch, version=version, recipe=recipe, groups=desk.drawn.groups)
