@@ -238,14 +238,14 @@ def _world_size(recipe: Recipe) -> int:
 
 
 def _rollout_only(recipe: Recipe, fresh: bool) -> int:
-    from megatron_opo.launch import EXIT_REQUEUE
+    from megatron_opo.launch import stopped_code
     from megatron_opo.rollout_only import rollout_only, rollout_recipe
 
     recipe = rollout_recipe(recipe)
     if fresh:
         _move_aside(recipe.run_path)
     _is_finished(recipe)
-    return 0 if rollout_only(recipe) else EXIT_REQUEUE
+    return stopped_code(rollout_only(recipe))
 
 
 def _train_rank(recipe: Recipe, files: list[Path], fresh: bool = False) -> int:

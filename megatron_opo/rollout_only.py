@@ -38,8 +38,8 @@ def rollout_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"run_dir": recipe.run_dir + SUFFIX})
 
 
-def rollout_only(recipe: Recipe) -> bool:
-    """Sample, score and log `train.steps` batches; False when asked to stop before the last."""
+def rollout_only(recipe: Recipe) -> int:
+    """Sample, score and log `train.steps` batches; the signal that asked it to stop, or 0."""
     hf_config = check_model(recipe)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with open_desk(recipe, hf_config, device, Found(None), None) as desk:
@@ -47,8 +47,8 @@ def rollout_only(recipe: Recipe) -> bool:
         for step in range(recipe.train.steps):
             batch = collect(desk, version=0)
             if batch is None:
-                desk.log.note(f"stopped after step {step}, as asked (SIGUSR1)")
-                return False
+                desk.log.note(f"stopped after step {step}, as asked")
+                return desk.stop.signum or 0
             if recipe.algorithm.estimator in NEEDS_SCORES:
                 batch.advantages.fill_(torch.nan)  # nobody is here who could tell
             else:
@@ -56,4 +56,4 @@ def rollout_only(recipe: Recipe) -> bool:
             log_step(desk, batch, {}, version=step)
             keep_batch(desk, batch, 0, batch_path(recipe.run_path, step + 1))
         desk.log.note(f"report: {write_report(recipe.run_path)}")
-    return True
+    return 0

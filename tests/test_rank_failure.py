@@ -57,7 +57,8 @@ def replay(project: Path, *arguments: str, path: str = "") -> subprocess.Complet
     return subprocess.run(
         [sys.executable, "-m", "megatron_opo", "train", "recipe.yaml", *REPLAY, *arguments],
         cwd=project,
-        env=os.environ | {"PYTHONPATH": f"{path}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"PYTHONPATH": f"{path}:{ROOT}", "OMP_NUM_THREADS": "1", "TMPDIR": str(project)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
