@@ -15,7 +15,8 @@ from megatron_opo.rollout.wire import open_session
 
 T = TypeVar("T")
 
-LOOK_S = 0.5
+# Of processes; those of other nodes are known by files that all nodes share.
+LOOK_S = 1.0
 # For one that need not answer yet.
 GLANCE_S = 5.0
 # A server that gave so many unusable answers in a row, and none that is of use, needs a new start.
