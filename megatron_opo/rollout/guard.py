@@ -23,7 +23,7 @@ from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
 SHARED_MEMORY = "/dev/shm/"
-LOOK_SECONDS = 10.0
+LOOK_SECONDS = 5.0
 END_SECONDS = 5.0
 OUTPUT_SECONDS = 2.0
 # As in redaction.py; this script imports nothing but the standard library.
@@ -129,9 +129,16 @@ def hang_up(*_) -> None:
 
 def main() -> int:
     trainer, command = int(sys.argv[1]), sys.argv[2:]
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for signum in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)
     guard = os.getpid()
+    shared: set[int] = set()
+
+    def look(*_) -> None:
+        shared.update(shared_files(members(guard)))
+
+    # Slurm asks all processes of a job to end. The server will; what it uses is seen only before.
+    signal.signal(signal.SIGTERM, look)
 
     def prepare() -> None:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -143,7 +150,6 @@ def main() -> int:
     key = os.environ.pop(API_KEY_VARIABLE)
     scratch = tempfile.mkdtemp(prefix="opo_server_")
     command += write_config(scratch, key)
-    shared: set[int] = set()
     output = None
     code = -signal.SIGKILL
     try:
@@ -164,7 +170,7 @@ def main() -> int:
         while server.returncode is None:
             with suppress(subprocess.TimeoutExpired):
                 code = server.wait(LOOK_SECONDS)
-            shared |= shared_files(members(guard))
+            look()
     except Hangup:
         pass
     finally:
