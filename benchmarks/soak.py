@@ -102,6 +102,9 @@ class Soak:
             "eval.every=0",
             "eval.at_end=false",
             "checkpoint.export_hf=false",
+            # A stopped server costs this long; and it is not the budget that is tried.
+            "rollout.health_timeout_s=10",
+            "rollout.max_restarts=1000",
         ]
         words = [sys.executable, "-m", "megatron_opo", "train", self.recipe]
         return [*words, "checkpoint.every=2", *self.overrides, *own]
