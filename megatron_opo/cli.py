@@ -319,6 +319,12 @@ def _move_aside(run_path: Path) -> None:
         print(f"moved the earlier run to {aside}")
 
 
+def _has_trained(run_path: Path) -> bool:
+    from megatron_opo.observe.files import read_metrics
+
+    return any(record["kind"] == "train" for record in read_metrics(run_path))
+
+
 def _is_finished(recipe: Recipe) -> bool:
     """Say so if there is nothing to do.
 
@@ -329,14 +335,14 @@ def _is_finished(recipe: Recipe) -> bool:
     checkpoint = latest_checkpoint(run_path)
     if checkpoint is None:
         # A job that was lost before its first checkpoint begins again; nobody else may.
-        if (run_path / "metrics.jsonl").exists() and not is_restart(run_path):
+        if _has_trained(run_path) and not is_restart(run_path):
             raise RecipeError(
                 f"run_dir: {run_path} holds an earlier run that left no checkpoint to resume from; "
                 "add --fresh to move it aside and start anew (in a job: mv), or choose another "
                 "name= or run_dir="
             )
         return False
-    if checkpoint.version < recipe.train.steps:
+    if checkpoint.version < recipe.train.steps or checkpoint.owes_eval:
         return False
     # A run that was killed after its last checkpoint still owes the exported model.
     exported = run_path / "hf" / f"step_{checkpoint.version}"

@@ -29,7 +29,7 @@ def collect(desk: Desk, version: int) -> PackedBatch:
         batch = desk.stop.unless_asked(lambda: _collect(desk, version))
     finally:
         if batch is None:
-            desk.cursor.restore(desk.drawn_from)
+            desk.return_prompts()
     return batch  # pyright: ignore[reportReturnType]
 
 

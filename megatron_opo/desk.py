@@ -55,7 +55,7 @@ PROBE_TOKENS = 32
 class Desk:
     """`drawn`, `drawn_from` (the cursor's state before) and `samplings` are of the step in hand;
     `skipped_updates` were skipped since the last one; `servers_lost` is of the latest
-    `unless_servers_lost`."""
+    `unless_servers_lost`; `owes_eval` while an evaluation has begun and is not logged."""
 
     recipe: Recipe
     log: RunLog
@@ -69,6 +69,7 @@ class Desk:
     best_eval: BestEval | None = None
     drawn: Drawn = field(default_factory=lambda: Drawn([], [], 0))
     drawn_from: dict[str, Any] = field(default_factory=dict)
+    owes_eval: bool = False
     samplings: list[RolloutStats] = field(default_factory=list)
     skipped_updates: int = 0
     servers_lost: bool = False
@@ -125,7 +126,12 @@ class Desk:
             "cursor": self.cursor.state(),
             "best_eval": asdict(self.best_eval) if self.best_eval else None,
             "wandb_id": self.log.wandb_id,
+            "owes_eval": self.owes_eval,
         }
+
+    def return_prompts(self) -> None:
+        """The step in hand is not trained: its prompts are still to come."""
+        self.cursor.restore(self.drawn_from)
 
     def log_eval(self, version: int, groups: list[Group]) -> None:
         metrics = eval_metrics(groups)

@@ -5,6 +5,7 @@ the bytes of a JSON list with the prompts and responses as text. Its metadata sa
 version sampled it and under which recipe. Nothing in it is ever run.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -96,6 +97,16 @@ def describe_samples(groups: Iterable[Group]) -> list[dict[str, Any]]:
     ]
 
 
+def digest(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
+    """sha256 of names and contents of both, but for its own place in `metadata`."""
+    said = {name: text for name, text in metadata.items() if name != "sha256"}
+    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for name in sorted(tensors):
+        found.update(name.encode() + b"\0")
+        found.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
 def write_batch(
     path: Path,
     batch: PackedBatch,
@@ -125,6 +136,7 @@ def write_batch(
         "version": str(version),
         "recipe": json.dumps(recipe, default=str),
     }
+    metadata["sha256"] = digest(tensors, metadata)
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,6 +170,8 @@ def read_batch(path: Path) -> KeptBatch:
             f"batch {path}: not a safetensors file, or damaged ({type(error).__name__}: {error})"
         ) from None
     problem = _problem(tensors)
+    if not problem and digest(tensors, metadata) != metadata.get("sha256"):
+        problem = "its contents are not those that were written (sha256)"
     if problem:
         raise DataError(f"batch {path}: {problem}; the file is damaged or was made by hand")
     text = bytes(tensors.pop(SAMPLES).tolist())

@@ -33,7 +33,8 @@ class BestEval:
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint. `cursor` is the prompt cursor's state, `recipe` what was run and
-    `layout` on what ranks; {} and None stand for what an older one does not say."""
+    `layout` on what ranks; {} and None stand for what an older one does not say. `owes_eval`: the
+    evaluation of this version was given up."""
 
     directory: Path
     version: int
@@ -42,6 +43,7 @@ class Checkpoint:
     layout: dict[str, Any] = field(default_factory=dict)
     best_eval: BestEval | None = None
     wandb_id: str | None = None
+    owes_eval: bool = False
 
 
 def complete_checkpoints(run_path: Path) -> list[Path]:
@@ -108,6 +110,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             layout=dict(state.get("layout", {})),
             best_eval=BestEval(**best) if best else None,
             wandb_id=state.get("wandb_id"),
+            owes_eval=bool(state.get("owes_eval")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(

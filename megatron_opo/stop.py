@@ -19,9 +19,9 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 SAME_WISH_SECONDS = 2.0
 
 
-class StopNow(BaseException):
+class StopNow(KeyboardInterrupt):
     """Raised in the main thread where giving up loses nothing. No Exception, so that nothing that
-    handles failures takes it for one."""
+    handles failures takes it for one; and of all others asyncio lets only this kind pass."""
 
 
 class Terminated(KeyboardInterrupt):

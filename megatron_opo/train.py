@@ -67,11 +67,14 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
         driver.run(lambda: desk.stop.keep_from_now_on())
         if recipe.eval.at_start and actor.version == 0:
             on_servers(lambda: evaluate(desk, version=0))
+        if found.checkpoint and found.checkpoint.owes_eval:
+            on_servers(lambda: evaluate(desk, version=actor.version))
 
         while (step := actor.version) < recipe.train.steps:
             batch = on_servers(lambda: collect(desk, version=step))
             metrics = checkpoints.poll()
             if signum := stop_signal(desk, driver):
+                driver.run(lambda: desk.return_prompts())
                 checkpoint_and_note(actor, desk, driver, checkpoints)
                 return signum
             hand_over_to_trainer(actor, desk, driver)
@@ -93,6 +96,9 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
             if is_due(recipe.checkpoint.export_hf_every, actor.version) and not at_end:
                 export(actor, desk, driver, required=False)
 
+        if signum := stop_signal(desk, driver):
+            checkpoint_and_note(actor, desk, driver, checkpoints)
+            return signum
         finish_checkpoint(desk, checkpoints)
         driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
         if recipe.checkpoint.export_hf:
@@ -210,8 +216,7 @@ def take_step_or_end(
         return take_step(batch, actor, desk, driver)
     except OpoError:
         if actor.has_finite_weights():
-            if desk:
-                desk.cursor.restore(desk.drawn_from)
+            driver.run(lambda: desk.return_prompts())
             checkpoint_before_end(actor, desk, driver, checkpoints)
         raise
 
@@ -307,12 +312,14 @@ def evaluate(desk: Desk, version: int) -> None:
     """Sample the held-out prompts; avg@k and pass@k."""
     if desk.eval_prompts is None:
         return
+    desk.owes_eval = True
     with desk.log.phase("eval"):
         groups = desk.stop.unless_asked(lambda: desk.score(desk.generate_eval(version)))
     if groups is None:
         return
     desk.log.samples(version, groups, None, kind="eval")
     desk.log_eval(version, groups)
+    desk.owes_eval = False
 
 
 def check_probe(actor: Actor, desk: Desk, driver: Driver, on_servers: OnServers) -> None:

@@ -7,7 +7,7 @@ the layout of the run, on CPUs, that is what the run said, to the bit.
 from pathlib import Path
 from typing import Any
 
-from megatron_opo.actor.checkpoint import load_checkpoint
+from megatron_opo.actor.checkpoint import load_checkpoint, verify_checkpoint
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.step import Actor
 from megatron_opo.advantages import NEEDS_SCORES, group_advantages_
@@ -41,6 +41,9 @@ def replay(recipe: Recipe, files: list[Path], parallel: Parallel) -> list[dict[s
     load_start(actor)
     actor.weights_loaded()
     if directory:
+        problems, _ = verify_checkpoint(Path(directory), parallel)
+        if problems:
+            raise CheckpointError(f"checkpoint {directory} is damaged: {'; '.join(problems)}")
         version = int(Path(directory).name.removeprefix("step_"))
         load_checkpoint(actor, Checkpoint(Path(directory), version, cursor={}, recipe={}))
     driver.run(lambda: show_start(recipe, kept[0], directory))

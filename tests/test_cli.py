@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_opo.cli import _is_finished, main
+from megatron_opo.errors import RecipeError
 from megatron_opo.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -117,3 +118,15 @@ cli.main(["report", "x"])
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 1 and "BrokenPipeError" in ended.stderr
+
+
+def test_only_a_run_that_has_trained_is_in_the_way(tmp_path):
+    sections = {"name": "x", "model": {"path": "m"}, "data": {"train": {"files": ["a"]}}}
+    recipe = Recipe.model_validate(sections | {"run_dir": str(tmp_path)})
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 0, "kind": "eval"}\n')
+    assert not _is_finished(recipe)
+    with metrics.open("a") as stream:
+        stream.write('{"step": 1, "kind": "train"}\n')
+    with pytest.raises(RecipeError, match="left no checkpoint to resume from"):
+        _is_finished(recipe)

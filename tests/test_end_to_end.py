@@ -231,6 +231,42 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     assert all("timing_s/score" in record for record in steps)
 
 
+SIGNALLED = """
+import os, signal, sys
+from megatron_opo.actor.checkpoint_writer import CheckpointWriter
+from megatron_opo.cli import main
+from megatron_opo.desk import Desk
+
+owner, name = sys.argv[1].split(".")
+left = int(sys.argv[2])
+work = getattr(globals()[owner], name)
+
+def ask_first(*arguments):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return work(*arguments)
+
+setattr(globals()[owner], name, ask_first)
+sys.exit(main(["train", "recipe.yaml", "eval.at_start=false", *sys.argv[3:]]))
+"""
+
+
+def signalled(project: Path, method: str, call: int, *arguments: str):
+    """A run that gets SIGTERM in that call of a method."""
+    return subprocess.run(
+        [sys.executable, "-c", SIGNALLED, method, str(call), *arguments],
+        cwd=project,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.timeout(600)
 def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path):
     project = make_project(tmp_path)
     arguments = ["actor.data_parallel=2", "eval.at_start=false", "eval.at_end=false"]
@@ -238,27 +274,36 @@ def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path):
     command = [sys.executable, "-m", "megatron_opo", "train", "recipe.yaml", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     metrics = project / "runs" / "letters" / "metrics.jsonl"
-    trained = 0
-    for signum, code in ((signal.SIGUSR1, EXIT_REQUEUE), (signal.SIGTERM, 143)):
-        with (tmp_path / "output").open("w") as output:
-            run = subprocess.Popen(
-                [*command, "train.steps=1000"],
-                cwd=project,
-                env=environment,
-                stdout=output,
-                stderr=output,
-            )
-            deadline = time.monotonic() + 240
-            while not (metrics.exists() and f'"step": {trained + 1}' in metrics.read_text()):
-                assert run.poll() is None and time.monotonic() < deadline
-                time.sleep(0.1)
-            run.send_signal(signum)
-            assert run.wait(60) == code, (tmp_path / "output").read_text()
-        trained = len(read_metrics(project, "train"))
-        said = f"stopped after step {trained}, as asked ({signum.name})"
-        assert said in (tmp_path / "output").read_text()
-    again = train(project, *arguments, f"train.steps={trained + 1}")
+    with (tmp_path / "output").open("w") as output:
+        run = subprocess.Popen(
+            [*command, "train.steps=1000"],
+            cwd=project,
+            env=environment,
+            stdout=output,
+            stderr=output,
+        )
+        deadline = time.monotonic() + 240
+        while not (metrics.exists() and '"step": 1' in metrics.read_text()):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        run.send_signal(signal.SIGUSR1)
+        assert run.wait(60) == EXIT_REQUEUE, (tmp_path / "output").read_text()
+    trained = len(read_metrics(project, "train"))
+    said = f"stopped after step {trained}, as asked (SIGUSR1)"
+    assert said in (tmp_path / "output").read_text()
+
+    # Asked when the batch of a step is complete and not yet trained on.
+    between = signalled(project, "CheckpointWriter.poll", 2, "train.steps=1000")
+    assert between.returncode == 143, between.stdout
+    trained += 1
+    assert f"stopped after step {trained}, as asked (SIGTERM)" in between.stdout
+    # And in the last evaluation, which the same command then makes up for.
+    last = [f"train.steps={trained + 1}", "eval.at_end=true", "checkpoint.export_hf=false"]
+    assert signalled(project, "Desk.generate_eval", 1, *last).returncode == 143
+    assert not read_metrics(project, "eval")
+    again = train(project, "eval.at_start=false", *last)
     assert again.returncode == 0, again.stdout
+    assert [record["step"] for record in read_metrics(project, "eval")] == [trained + 1]
     steps = [record["step"] for record in read_metrics(project, "train")]
     assert steps == list(range(1, trained + 2))
     newest = project / "runs" / "letters" / "checkpoints" / f"step_{trained + 1}" / "state.json"

@@ -19,6 +19,7 @@ from megatron_opo.recipe import Recipe
 from megatron_opo.replay import (
     DTYPES,
     batch_path,
+    digest,
     failed_batch_path,
     read_batch,
     replay_command,
@@ -127,10 +128,20 @@ def test_tensors_that_contradict_each_other_are_named(written, changes, expected
 def test_other_files_and_other_versions_are_named(written, changes, expected):
     tensors, metadata = tensors_of(written)
     metadata = {name: text for name, text in (metadata | changes).items() if text is not None}
+    metadata["sha256"] = digest(tensors, metadata)
     save_file(tensors, written, metadata)
     with pytest.raises(DataError) as error:
         read_batch(written)
     assert expected in str(error.value)
+
+
+def test_any_flipped_bit_is_noticed(written):
+    whole = written.read_bytes()
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    for place in range(header_end, len(whole), 7):
+        written.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(DataError, match=r"not those that were written|damaged"):
+            read_batch(written)
 
 
 def test_what_is_no_file_or_no_safetensors_is_named(tmp_path, written):
@@ -178,6 +189,7 @@ def test_tensors_of_any_values_are_a_batch_or_refused(tmp_path, data):
     values = st.integers(-2, 200) if not tensors[name].is_floating_point() else st.floats(width=32)
     drawn = data.draw(st.lists(values, min_size=size, max_size=size))
     tensors[name] = torch.tensor(drawn).to(DTYPES[name])
+    metadata["sha256"] = digest(tensors, metadata)
     save_file(tensors, path, metadata)
     try:
         batch = read_batch(path).batch

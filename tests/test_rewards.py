@@ -442,7 +442,7 @@ def test_a_function_that_cannot_be_loaded(function, broken):
     ("function", "kwargs", "message"),
     [
         ("numeric", {"extract": "x"}, "got an unexpected keyword argument 'extract'"),
-        ("exact", {"extract": "("}, "fails with reward.kwargs {'extract': '('}: "),
+        ("exact", {"extract": "("}, "fails with reward.kwargs (extract): "),
     ],
 )
 def test_keyword_arguments_that_do_not_fit(function, kwargs, message):

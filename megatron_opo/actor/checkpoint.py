@@ -42,7 +42,7 @@ def find_whole_checkpoint(run_path: Path, parallel: Parallel) -> Found:
     """
     damaged: dict[Path, str] = {}
     for directory in _agreed(lambda: complete_checkpoints(run_path)[::-1], parallel):
-        problems, unverified = _verify(directory, parallel)
+        problems, unverified = verify_checkpoint(directory, parallel)
         if not problems:
             return Found(read_checkpoint(directory), damaged, unverified)
         damaged[directory] = "; ".join(problems)
@@ -55,8 +55,8 @@ def find_whole_checkpoint(run_path: Path, parallel: Parallel) -> Found:
     return Found(None)
 
 
-def _verify(directory: Path, parallel: Parallel) -> tuple[list[str], bool]:
-    """Its problems, and whether there were no checksums to find them by."""
+def verify_checkpoint(directory: Path, parallel: Parallel) -> tuple[list[str], bool]:
+    """By all ranks together: its problems, and whether there were no checksums to find them by."""
 
     def plan() -> tuple[dict[str, str], list[list[str]], list[str]]:
         try:

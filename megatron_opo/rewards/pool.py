@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,8 @@ from megatron_opo.rewards.worker import REPLY_BYTES
 START_TIMEOUT_S = 300.0
 # Of what a function prints in the life of a worker.
 OUTPUT_BYTES = 2**20
+# What a terminal would act on.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 CLOSED = "the reward pool was closed before the sample was scored"
 
 
@@ -107,7 +110,7 @@ class _Worker:
                 room -= len(chunk)
                 if room <= 0 < room + len(chunk):
                     text += f"\n(dropped: reward.function printed over {OUTPUT_BYTES:,} bytes)\n"
-                sys.stderr.write(text)
+                sys.stderr.write(CONTROLS.sub(lambda found: repr(found[0])[1:-1], text))
 
     def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         """Raises: TimeoutError, _WorkerGone."""

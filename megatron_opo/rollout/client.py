@@ -324,7 +324,7 @@ class Rollout:
             except BaseException:
                 for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(done, *tasks, return_exceptions=True)
                 await self._abort_requests(session)
                 raise
             finally:

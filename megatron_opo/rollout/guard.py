@@ -148,7 +148,7 @@ def main() -> int:
         bind_to_parent(signal.SIGKILL, guard)
 
     key = os.environ.pop(API_KEY_VARIABLE)
-    scratch = tempfile.mkdtemp(prefix="opo_server_")
+    scratch = tempfile.mkdtemp(prefix=f"opo_server_{guard}_")
     command += write_config(scratch, key)
     output = None
     code = -signal.SIGKILL

@@ -7,8 +7,10 @@ its exit code).
 """
 
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -98,6 +100,7 @@ class Server:
         else:
             with suppress(OSError), self.log.open("a") as stream:
                 stream.write(f"\n==== started again, {time.strftime('%Y-%m-%d %H:%M:%S')} ====\n")
+            self._remove_scratch()
             self.process = self._run((*self.command, *AGAIN))
         self.starts += 1
 
@@ -129,6 +132,13 @@ class Server:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        """A guard that was killed has left it, with the key."""
+        assert self.process is not None
+        for path in Path(tempfile.gettempdir()).glob(f"opo_server_{self.process.pid}_*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def ask_to_end(self) -> None:
         # A forked child inherits the atexit handler, but the server is not its own to stop.
