@@ -277,6 +277,13 @@ def test_steps_are_taken_again_to_the_bit(layout, tmp_path):
         assert again == [recorded[step - 1] for step in steps]
         assert all(math.isfinite(value) for step in again for value in step.values())
     assert {path: path.stat().st_mtime_ns for path in Path(run_dir).rglob("*")} == before
+    if layout == "data_parallel":
+        chunk = next(Path(run_dir).rglob("*.distcp"))
+        raw = bytearray(chunk.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        chunk.write_bytes(raw)
+        for said in run_ranks(2, replay_steps, run_dir, overrides, [2]):
+            assert said.startswith("CheckpointError") and chunk.name in said
 
 
 def test_a_version_without_checkpoint_and_files_out_of_turn_are_named(tmp_path):
