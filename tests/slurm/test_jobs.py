@@ -296,7 +296,7 @@ def test_failures_are_counted_and_stops_before_the_time_limit_are_not(
     commands = 'codes=(85 1 85 1 85); exit "${codes[${SLURM_RESTART_COUNT:-0}]}"'
     settings = launcher(tmp_path, commands) | {"MAX_RESTARTS": "1"}
     job = submit("count", options=("--nodes=1",), **settings)
-    ended = slurm.wait(job, "FAILED", timeout=90)
+    ended = slurm.wait(job, "FAILED", timeout=180)
     assert ended["ExitCode"] == "1:0" and ended["Restarts"] == "3"
     assert not list(directory.glob(".slurm_failures*"))
 
