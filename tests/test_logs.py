@@ -150,7 +150,14 @@ def texts(lines: list[Line], source: str) -> list[str]:
 def test_following_sees_new_lines_new_files_new_starts_and_files_that_begin_anew(tmp_path):
     node = start(tmp_path, "5.0", 1)
     command = [sys.executable, "-m", "megatron_opo", "logs", str(tmp_path), "--follow"]
-    following = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    following = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Tests that run in the background inherit an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert following.stdout is not None
         assert following.stdout.readline() == f"node_0_n1/server_0 | [{CLOCK}01] start 5.0\n"

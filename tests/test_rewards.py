@@ -329,6 +329,13 @@ def test_each_misbehaviour_costs_its_own_sample_only(functions, monkeypatch):
     assert sorted(done, key=lambda s: s.index) == list(scored.samples)
 
 
+def test_a_worker_that_somebody_kills_costs_no_sample(functions, tmp_path):
+    mark = tmp_path / "killed"
+    once = f"(open('{mark}', 'w').close(), os.kill(os.getpid(), 9))"
+    with started(f"{functions}:compute_score") as pool:
+        assert scores(pool, [f"return 1 if os.path.exists('{mark}') else {once}", "42"]) == [1, 1]
+
+
 def test_what_a_function_prints_is_shown_up_to_a_limit(functions, capfd):
     loud = "return print('loud') or 1"
     flood = "return print('x' * 2**21) or 1"

@@ -31,6 +31,8 @@ from megatron_opo.rewards.verifiers import BUILTIN
 from megatron_opo.rewards.worker import REPLY_BYTES
 
 START_TIMEOUT_S = 300.0
+# A worker that somebody else has killed must not cost a sample; one that its function kills does.
+MOST_TRIES = 2
 # Of what a function prints in the life of a worker.
 OUTPUT_BYTES = 2**20
 # What a terminal would act on.
@@ -291,14 +293,18 @@ class RewardPool:
 
     def _outcome(self, index: int, job: _Job) -> Sample:
         """Raises: RewardError: the worker died of the sample and no other could be started."""
-        try:
-            reply = self._workers[index].ask(job.request, self._config.timeout_s)
-        except TimeoutError:
-            reply = {"error": f"no result within {self._config.timeout_s:g} s"}
-            self._replace(index)
-        except _WorkerGone as gone:
-            reply = {"error": str(gone)}
-            self._replace(index)
+        reply: dict[str, Any] = {}
+        for _ in range(MOST_TRIES):
+            try:
+                reply = self._workers[index].ask(job.request, self._config.timeout_s)
+                break
+            except TimeoutError:
+                reply = {"error": f"no result within {self._config.timeout_s:g} s"}
+                self._replace(index)
+                break
+            except _WorkerGone as gone:
+                reply = {"error": str(gone)}
+                self._replace(index)
         return replace(
             job.sample,
             reward=reply.get("reward"),
