@@ -37,7 +37,8 @@ def draw(rollout, asked, version, **settings):
 
 
 def flush(server):
-    request = urllib.request.Request(server.url + "/flush_cache", method="POST")
+    url, headers = server.url + "/flush_cache", server.headers
+    request = urllib.request.Request(url, method="POST", headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert b"flushed" in answer.read()
 
