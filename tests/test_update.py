@@ -108,6 +108,7 @@ def ended_by_failures(model: str, run_dir: str):
             recipe=recipe, log=log, drawn=Drawn([], [], 0), skipped_updates=0, cursor=cursor
         )
         desk.state = lambda: {"cursor": cursor.state()}
+        desk.return_prompts = lambda: cursor.restore(desk.drawn_from)
     writer = open_writer(actor)
     norm = dict(actor.modules[0].named_parameters())["decoder.final_layernorm.weight"]
 
