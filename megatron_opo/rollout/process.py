@@ -114,6 +114,8 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=self.environment,
                 start_new_session=True,
+                # Under nohup it would miss the wish to end until it listens.
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )
 
     def end(self) -> None:
