@@ -1,10 +1,12 @@
 """Launching servers: options, failures that show their cause, and no orphans."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -217,6 +219,11 @@ def shared_files(server: int) -> set[str]:
     return {entry.path for entry in os.scandir("/dev/shm") if entry.inode() in inodes}
 
 
+def own_directories(server: int, *places: Path) -> list[Path]:
+    """Temporary directories of a server, wherever they may be."""
+    return [found for p in (*places, Path("/tmp")) for found in p.glob(f"opo_server_{server}_*")]
+
+
 # At 2 processes the server itself has started, beside its guard; at 5 its scheduler and its
 # detokenizer have too, but not yet asked the kernel to die with it.
 @pytest.mark.parametrize(
@@ -224,8 +231,12 @@ def shared_files(server: int) -> set[str]:
     [(signal.SIGKILL, 2), (signal.SIGKILL, 5), (signal.SIGTERM, 2), ("exit", 5)],
 )
 def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processes):
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    # One that is too long for the sockets of a server, and one that is not.
+    if end == "exit":
+        scratch = tmp_path / ("scratch" * 10)
+        scratch.mkdir()
+    else:
+        scratch = Path(tempfile.mkdtemp(prefix="t"))
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, model.path, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -239,9 +250,9 @@ def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processe
     try:
         wait_until(lambda: len(members(server)) >= processes)
         if processes == 5:
-            wait_until(lambda: shared_files(server))
+            wait_until(lambda: any("sem" in path for path in shared_files(server)))
             shared = shared_files(server)
-            assert list(scratch.iterdir())
+            assert own_directories(server, scratch)
         if end == "exit":
             trainer.communicate("")
         else:
@@ -249,8 +260,10 @@ def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processe
         trainer.wait(30)
         wait_until(lambda: not members(server), 30.0)
         assert [path for path in shared if os.path.exists(path)] == []
+        assert own_directories(server, scratch) == []
         assert list(scratch.iterdir()) == []
     finally:
+        shutil.rmtree(scratch)
         trainer.kill()
         trainer.communicate()
         for process in members(server):

@@ -26,6 +26,8 @@ SHARED_MEMORY = "/dev/shm/"
 LOOK_SECONDS = 5.0
 END_SECONDS = 5.0
 OUTPUT_SECONDS = 2.0
+# A server makes sockets in its directory, and Linux takes 107 bytes for the path of one.
+LONGEST_PARENT = 60
 # As in redaction.py; this script imports nothing but the standard library.
 API_KEY_VARIABLE = "MEGATRON_OPO_API_KEY"
 HIDDEN = b"(hidden)"
@@ -91,6 +93,12 @@ def end_group(shared: set[int]) -> None:
                     os.unlink(entry.path)
 
 
+def scratch_parent() -> str:
+    """Where a server's own temporary directory is made."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual.encode()) <= LONGEST_PARENT else "/tmp"
+
+
 def server_environment(scratch: str) -> dict[str, str]:
     """Temporary files go to `scratch`, but what was compiled is kept for the next start."""
     compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
@@ -148,7 +156,7 @@ def main() -> int:
         bind_to_parent(signal.SIGKILL, guard)
 
     key = os.environ.pop(API_KEY_VARIABLE)
-    scratch = tempfile.mkdtemp(prefix=f"opo_server_{guard}_")
+    scratch = tempfile.mkdtemp(prefix=f"opo_server_{guard}_", dir=scratch_parent())
     command += write_config(scratch, key)
     output = None
     code = -signal.SIGKILL

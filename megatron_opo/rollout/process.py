@@ -10,12 +10,13 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from megatron_opo.rollout import guard
 
 # For the guard, which removes what a server leaves.
 END_SECONDS = 10.0
@@ -139,7 +140,7 @@ class Server:
     def _remove_scratch(self) -> None:
         """A guard that was killed has left it, with the key."""
         assert self.process is not None
-        for path in Path(tempfile.gettempdir()).glob(f"opo_server_{self.process.pid}_*"):
+        for path in Path(guard.scratch_parent()).glob(f"opo_server_{self.process.pid}_*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def ask_to_end(self) -> None:
