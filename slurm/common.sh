@@ -124,6 +124,7 @@ is_running() {
 }
 
 failures=.slurm_failures_$job
+[[ $restarts == 0 ]] && rm -f "$failures" # of a job long ago that had this id and was cancelled
 case $code in
   0 | 2 | 130 | 143) again= ;;
   85) again=yes ;;

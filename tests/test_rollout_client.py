@@ -303,7 +303,7 @@ def stale_answers(version):
     return lambda path, _: change_answer(stale) if path == "/generate" else None
 
 
-@pytest.mark.parametrize("answered", ["7", "started-again"])
+@pytest.mark.parametrize("answered", ["1000007", "started-again"])
 def test_nothing_that_other_weights_sampled_is_used(current, qwen_pool, answered):
     """Nor is that server asked again before it was given weights, whatever is still open there."""
     _, weights, version = current

@@ -74,9 +74,20 @@ def shared_files(pids: Iterable[int]) -> set[int]:
     return found
 
 
+def remove(shared: set[int], group: int) -> None:
+    """Remove the files of `shared` that no process outside of the group uses. Those that have one
+    open keep it."""
+    inside = set(members(group))
+    removed = shared - shared_files(pid for pid in processes() if pid not in inside)
+    with suppress(FileNotFoundError):
+        for entry in list(os.scandir(SHARED_MEMORY)):
+            with suppress(OSError):
+                if entry.inode() in removed:
+                    os.unlink(entry.path)
+
+
 def end_group(shared: set[int]) -> None:
-    """Kill the group but for this process, then remove the files of `shared`, and those found in
-    use now, that no other process uses."""
+    """Kill the group but for this process, then remove the files of `shared` and those in use."""
     own = os.getpid()
     deadline = time.monotonic() + END_SECONDS
     while (rest := [pid for pid in members(own) if pid != own]) and time.monotonic() < deadline:
@@ -85,12 +96,7 @@ def end_group(shared: set[int]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    orphans = shared - shared_files(processes())
-    with suppress(FileNotFoundError):
-        for entry in list(os.scandir(SHARED_MEMORY)):
-            with suppress(OSError):
-                if entry.inode() in orphans:
-                    os.unlink(entry.path)
+    remove(shared, own)
 
 
 def scratch_parent() -> str:
@@ -145,8 +151,13 @@ def main() -> int:
     def look(*_) -> None:
         shared.update(shared_files(members(guard)))
 
-    # Slurm asks all processes of a job to end. The server will; what it uses is seen only before.
-    signal.signal(signal.SIGTERM, look)
+    def asked_to_end(*_) -> None:
+        # By Slurm, with all processes of a job. The server will end by itself; there may be no time
+        # after that, and what it uses is seen only before.
+        look()
+        remove(shared, guard)
+
+    signal.signal(signal.SIGTERM, asked_to_end)
 
     def prepare() -> None:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

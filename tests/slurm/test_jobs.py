@@ -295,10 +295,13 @@ def test_failures_are_counted_and_stops_before_the_time_limit_are_not(
 ):
     commands = 'codes=(85 1 85 1 85); exit "${codes[${SLURM_RESTART_COUNT:-0}]}"'
     settings = launcher(tmp_path, commands) | {"MAX_RESTARTS": "1"}
-    job = submit("count", options=("--nodes=1",), **settings)
+    job = submit("count", options=("--nodes=1", "--hold"), **settings)
+    count = directory / f".slurm_failures_{job}"
+    count.write_text("of a cancelled job\n" * 5)
+    slurm.run("scontrol", "release", str(job))
     ended = slurm.wait(job, "FAILED", timeout=180)
     assert ended["ExitCode"] == "1:0" and ended["Restarts"] == "3"
-    assert not list(directory.glob(".slurm_failures*"))
+    assert not count.exists()
 
 
 def test_a_sweep_that_cannot_be_read_trains_nothing(slurm, submit, directory, tmp_path):
