@@ -190,7 +190,6 @@ def test_the_peak_of_the_logits_is_what_torch_allocates(
         hidden,
         vocabulary,
         chunk_tokens=chunk,
-        scaled=temperature != 1,
         width=dtype.itemsize,
     )
     slack = 0.03 * planned + 60 * tokens  # a few numbers per token

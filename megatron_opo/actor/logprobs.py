@@ -30,18 +30,10 @@ class _ChunkedLinearLogprobs(torch.autograd.Function):
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(hidden[chunk], weight, temperature, first_id, vocab_size)
-            peak = logits.max(dim=-1).values
-            if parallel:
-                dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-            logits -= peak[:, None]
-            exp = logits.exp()
             local, owned = _local_targets(targets[chunk], first_id, weight.shape[0])
-            target_logit = logits.gather(-1, local[:, None]).squeeze(-1) * owned
-            sums = torch.stack(
-                [exp.sum(-1), (exp * logits).sum(-1), exp.square().sum(-1), target_logit]
-            )
-            if parallel:
-                dist.all_reduce(sums, group=group)
+            peak, sums = _reduce_logits(logits, local, owned, group if parallel else None)
+            # Or it would live beside the next chunk's.
+            del logits
             total, weighted, squared, target_logit = sums
             log_total = total.log()
             logprobs[chunk] = target_logit - log_total
@@ -64,13 +56,15 @@ class _ChunkedLinearLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(hidden[chunk], weight, temperature, first_id, vocab_size)
-            grad = (logits - lse[chunk, None]).exp_()
+            grad = logits.sub_(lse[chunk, None]).exp_()
             grad *= -grad_logprobs[chunk, None]
             local, owned = _local_targets(targets[chunk], first_id, weight.shape[0])
             grad.scatter_add_(-1, local[:, None], (grad_logprobs[chunk] * owned)[:, None])
             grad = grad.div_(temperature).to(weight.dtype)
+            del logits
             grad_hidden[chunk] = grad @ weight
             grad_weight += grad.t() @ hidden[chunk]
+            del grad
         if parallel:
             dist.all_reduce(grad_hidden, group=group)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
@@ -82,11 +76,28 @@ def _rank_of(group) -> tuple[int, bool]:
     return group.rank(), True
 
 
+def _reduce_logits(logits, local, owned, group):
+    """The largest logit [chunk] and, relative to it, four sums [4, chunk] over the vocabulary: of
+    exp(l), l exp(l), exp(l)^2, and the target's l. Overwrites the logits."""
+    peak = logits.max(dim=-1).values
+    if group is not None:
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    logits -= peak[:, None]
+    target_logit = logits.gather(-1, local[:, None]).squeeze(-1) * owned
+    exp = logits.exp()
+    total = exp.sum(-1)
+    weighted = logits.mul_(exp).sum(-1)
+    sums = torch.stack([total, weighted, exp.square_().sum(-1), target_logit])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    return peak, sums
+
+
 def _logits(hidden, weight, temperature, first_id, vocab_size):
     """[chunk, V/tp] in float32; rows that pad the vocabulary get no probability."""
     logits = (hidden @ weight.t()).float()
     if temperature != 1.0:
-        logits = logits / temperature
+        logits /= temperature
     real = vocab_size - first_id
     if real < weight.shape[0]:
         logits[:, max(real, 0) :] = torch.finfo(torch.float32).min

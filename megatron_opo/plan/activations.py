@@ -133,7 +133,7 @@ def chunk_saved(model: Model, layout: Layout, chunk: Chunk, step: Pass) -> float
 
 
 def logits_workspace(
-    model: Model, layout: Layout, chunk_tokens: int, temperature: float, step: Pass
+    model: Model, layout: Layout, chunk_tokens: int, step: Pass
 ) -> float:
     """Peak of scoring a micro-batch on the last stage, beside what its layers saved."""
     hidden, b = model.architecture.hidden, step.width
@@ -141,33 +141,24 @@ def logits_workspace(
     gathered = step.tokens * hidden * b if layout.sequence_parallel else 0
     vocabulary = model.embedding.on_rank(layout) // hidden
     peak = chunked_logits_peak(
-        step.scored, hidden, vocabulary, chunk_tokens=chunk_tokens, scaled=temperature != 1, width=b
+        step.scored, hidden, vocabulary, chunk_tokens=chunk_tokens, width=b
     )
     return gathered + step.scored * hidden * b + peak
 
 
 def chunked_logits_peak(
-    tokens: int, hidden: int, vocabulary: int, *, chunk_tokens: int, scaled: bool, width: int
+    tokens: int, hidden: int, vocabulary: int, *, chunk_tokens: int, width: int
 ) -> float:
     """Peak bytes of `actor.logprobs`, forward and backward, beside its arguments.
 
-    `vocabulary` rows of the output layer, `width` bytes an element; `scaled` by a temperature that
-    is not 1.
+    `vocabulary` rows of the output layer, `width` bytes an element.
     """
     logits = min(chunk_tokens, tokens) * vocabulary
     matrix = vocabulary * hidden
-    # New logits stand beside what the chunk before left: its logits with their exponentials, in the
-    # backward pass its logits with their gradient.
     cast = width if width < FLOAT else 0
-    create = 2 * FLOAT if scaled else FLOAT + cast
-    before = 1 if tokens > chunk_tokens else 0
-    forward = logits * max(3 * FLOAT, create + before * 2 * FLOAT)
+    forward = logits * 2 * FLOAT
     backward = matrix * FLOAT + tokens * hidden * width
-    backward += max(
-        logits * (create + before * (FLOAT + width)),
-        logits * (2 * FLOAT + max(cast, before * width)),
-        logits * (FLOAT + width) + matrix * width,
-    )
+    backward += max(logits * (FLOAT + cast), logits * width + matrix * width)
     return tokens * 4 * FLOAT + max(forward, backward)
 
 

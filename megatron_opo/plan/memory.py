@@ -91,12 +91,8 @@ def trainer_memory(
         activations = kept * in_flight(layout, stage, micro_batches)
         workspace = layer_workspace(model, layout, step)
         if stage == layout.pipeline - 1:
-            chunk_tokens, temperature = (
-                recipe.actor.logprob_chunk_tokens,
-                recipe.rollout.temperature,
-            )
-            logits = logits_workspace(model, layout, chunk_tokens, temperature, step)
-            workspace = max(workspace, logits)
+            chunk_tokens = recipe.actor.logprob_chunk_tokens
+            workspace = max(workspace, logits_workspace(model, layout, chunk_tokens, step))
         # Autograd makes a weight's gradient in its own dtype before it is added to the buffer.
         workspace += held.largest * step.width
         reserve = TRAINER_RESERVE.value + FRAGMENTATION.value * (activations + workspace)
