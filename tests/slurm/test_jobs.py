@@ -99,25 +99,6 @@ def wait_until_gone(slurm: MiniCluster, job: int) -> None:
         time.sleep(0.1)
 
 
-def test_two_nodes_train_with_a_server_on_each(slurm, submit, directory):
-    job = submit(
-        "both", "train.steps=2", "rollout.hand_over_memory=true", "sync.transport=shared_memory"
-    )
-    slurm.wait(job, "COMPLETED", timeout=START_S)
-    assert steps(directory, "both") == [1, 2]
-    for record in metrics(directory, "both"):
-        assert record["rollout/servers"] == 2
-        assert record["on_policy/logprob_gap_max"] < 1e-4
-    logs = directory / "runs" / "both" / "logs" / f"{job}.0"
-    for node, ranks in ((0, set()), (1, {"rank_1.log"})):
-        place = logs / f"node_{node}_n{node + 1}"
-        assert {path.name for path in place.iterdir()} == {f"server_{node}.log"} | ranks
-        assert 'POST /generate HTTP/1.1" 200 OK' in (place / f"server_{node}.log").read_text()
-        assert f"http://10.99.0.{node + 1}:" in (place / f"server_{node}.log").read_text()
-    assert "\x1b" not in slurm.output(job)
-    wait_until_gone(slurm, job)
-
-
 def test_a_warned_job_of_trainer_and_server_nodes_goes_on_after_a_requeue(slurm, submit, directory):
     """A warning, as Slurm sends it before the time limit."""
     job = submit(
@@ -178,11 +159,41 @@ def test_the_run_goes_on_after_a_lost_server_rank_and_launcher(slurm, submit, di
     wait_until_gone(slurm, job)
 
 
-def test_a_lost_node_ends_the_job_which_goes_on_on_another(slurm, submit, directory):
-    job = submit("node", "train.steps=1000", "checkpoint.every=1")
-    wait_for_step(slurm, directory, "node", job, 1)
-    lost = slurm.job(job)["NodeList"]
-    assert lost == "n[1-2]"
+def check_first_start(slurm: MiniCluster, directory: Path, job: int) -> None:
+    """Of `test_two_nodes_train_and_go_on_without_one`."""
+    for record in metrics(directory, "node"):
+        assert record["rollout/servers"] == 2
+        assert record["on_policy/logprob_gap_max"] < 1e-4
+    logs = directory / "runs" / "node" / "logs" / f"{job}.0"
+    for node, ranks in ((0, set()), (1, {"rank_1.log"})):
+        place = logs / f"node_{node}_n{node + 1}"
+        assert {path.name for path in place.iterdir()} == {f"server_{node}.log"} | ranks
+        assert 'POST /generate HTTP/1.1" 200 OK' in (place / f"server_{node}.log").read_text()
+        assert f"http://10.99.0.{node + 1}:" in (place / f"server_{node}.log").read_text()
+    assert "\x1b" not in slurm.output(job)
+
+
+def test_two_nodes_train_and_go_on_without_one(slurm, submit, directory):
+    """With a server on each. No other job may train the run meanwhile; cancelled, it leaves
+    nothing."""
+    # Of jobs before, whose processes were killed.
+    left = [slurm.shared_memory(node) for node in ("n1", "n3")]
+    job = submit(
+        "node",
+        "train.steps=1000",
+        "checkpoint.every=1",
+        "rollout.hand_over_memory=true",
+        "sync.transport=shared_memory",
+    )
+    wait_for_step(slurm, directory, "node", job, 2)
+    assert slurm.job(job)["NodeList"] == "n[1-2]"
+    check_first_start(slurm, directory, job)
+
+    second = submit("node", options=("--nodes=1", "--nodelist=n3"))
+    ended = slurm.wait(second, "FAILED", timeout=60)
+    assert ended["ExitCode"] == "2:0" and ended["Restarts"] == "0"
+    assert "another run is training in" in slurm.output(second)
+
     slurm.power_off("n2")
     at = time.monotonic()
     deadline = at + START_S
@@ -192,27 +203,13 @@ def test_a_lost_node_ends_the_job_which_goes_on_on_another(slurm, submit, direct
     assert time.monotonic() - at < 90, "the end of a node is noticed within a minute or so"
     trained = steps(directory, "node")[-1]
     wait_for_step(slurm, directory, "node", job, trained + 1)
+
     slurm.scancel(job)
     slurm.wait(job, "CANCELLED")
     done = steps(directory, "node")
     assert done == list(range(1, len(done) + 1))
     wait_until_gone(slurm, job)
-
-
-def test_a_cancelled_job_leaves_nothing_and_one_run_has_one_job(slurm, submit, directory):
-    # Of jobs before, whose processes were killed.
-    left = [slurm.shared_memory(node) for node in ("n1", "n2")]
-    job = submit("held", "train.steps=1000")
-    wait_for_step(slurm, directory, "held", job, 1)
-    second = submit("held", options=("--nodes=1", "--nodelist=n3"))
-    ended = slurm.wait(second, "FAILED", timeout=60)
-    assert ended["ExitCode"] == "2:0" and ended["Restarts"] == "0"
-    assert "another run is training in" in slurm.output(second)
-    assert steps(directory, "held")[-1] >= 1
-    slurm.scancel(job)
-    slurm.wait(job, "CANCELLED")
-    wait_until_gone(slurm, job)
-    assert [slurm.shared_memory(node) for node in ("n1", "n2")] == left
+    assert [slurm.shared_memory(node) for node in ("n1", "n3")] == left
     time.sleep(6)  # longer than a requeued job waits
     assert slurm.job(job)["JobState"] == "CANCELLED"
 
