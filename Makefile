@@ -1,10 +1,11 @@
 # make quickstart   train a tiny model with OPO on this machine and write a report
 # make test         lint and tests
 # Both set up what they need first; the second time that takes no time. Options of the setup:
-# PYTHON=python3.12 (creates the environment), STACK=cpu|cluster, VENV=.venv
+# PYTHON=python3.12 (creates the environment), STACK=cpu|cluster, VENV=.venv; of the tests: WORKERS=2
 .PHONY: quickstart test lint format setup
 
 VENV ?= .venv
+WORKERS ?= 2
 SCRIPTS = .ci/run $(wildcard tools/*.sh slurm/*.sh slurm/*.sbatch)
 export PYTHON STACK VENV
 
@@ -15,7 +16,8 @@ models/tiny_arithmetic/config.json: | setup
 	$(VENV)/bin/python tools/make_tiny_model.py --out models/tiny_arithmetic
 
 test: lint
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest \
+		-n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 lint: setup
 	$(VENV)/bin/ruff check .
