@@ -232,7 +232,7 @@ def _world_size(recipe: Recipe) -> int:
     import torch
 
     if recipe.actor.data_parallel:
-        return recipe.model_parallel_size * recipe.actor.data_parallel
+        return recipe.actor.replica_size * recipe.actor.data_parallel
     fewest = recipe.actor.smallest_world
     return fewest * max(1, torch.cuda.device_count() // fewest)
 

@@ -103,7 +103,7 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
     Raises:
         RecipeError: the recipe does not fit the nodes; every problem is listed.
     """
-    rollout, replica = recipe.rollout, recipe.model_parallel_size
+    rollout, replica = recipe.rollout, recipe.actor.replica_size
     apart = rollout.nodes
     if apart >= nodes:
         raise RecipeError(
@@ -115,14 +115,13 @@ def lay_out(recipe: Recipe, nodes: int, gpus_per_node: int) -> Layout:
     world = trainers * gpus_per_node or replica * (recipe.actor.data_parallel or 1)
     if world % trainers:
         problems.append(
-            f"{world} trainer processes (actor.tensor_parallel x actor.pipeline_parallel x "
-            f"actor.data_parallel) do not spread evenly over {trainers} nodes"
+            f"{world} trainer processes ({recipe.actor.replica_shape} x actor.data_parallel) do "
+            f"not spread evenly over {trainers} nodes"
         )
     if world % replica:
         problems.append(
             f"{counted(trainers)} x {gpus_per_node} GPUs = {world} trainer processes, which is no "
-            f"multiple of {replica} (actor.tensor_parallel {recipe.actor.tensor_parallel} x "
-            f"actor.pipeline_parallel {recipe.actor.pipeline_parallel})"
+            f"multiple of {replica} ({recipe.actor.replica_shape})"
         )
     hosts = range(trainers, nodes) if apart else range(nodes)
     if rollout.urls:

@@ -343,7 +343,8 @@ def summary_rows(
         if rollout.urls
         else f"{rollout.servers} x tensor_parallel {rollout.tensor_parallel}"
     )
-    names = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "expert_parallel")
+    names = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_pipeline")
+    names += ("expert_parallel",)
     layout = ", ".join(
         f"{name} {getattr(actor, name)}" for name in names if getattr(actor, name) > 1
     )

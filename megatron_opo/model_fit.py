@@ -172,10 +172,14 @@ def _length_problems(architecture: Architecture, recipe: Recipe) -> list[str]:
             "another policy than the one that is trained; lower one of them (up to the window, it "
             "changes nothing)"
         )
-    if longest > recipe.actor.micro_batch_tokens:
+    actor = recipe.actor
+    fits = actor.micro_batch_tokens * actor.context_parallel
+    if longest > fits:
+        limit = f"actor.micro_batch_tokens ({actor.micro_batch_tokens})"
+        if actor.context_parallel > 1:
+            limit += f" x actor.context_parallel ({actor.context_parallel}) = {fits}"
         problems.append(
-            f"actor.micro_batch_tokens ({recipe.actor.micro_batch_tokens}) is below the longest "
-            f"possible sequence ({longest} = data.max_prompt_tokens + "
+            f"{limit} is below the longest possible sequence ({longest} = data.max_prompt_tokens + "
             "rollout.max_response_tokens): raise it"
         )
     return problems

@@ -326,6 +326,9 @@ class AlgorithmConfig(Section):
 
 class ActorConfig(Section):
     tensor_parallel: PositiveInt = 1
+    context_parallel: PositiveInt = Field(
+        default=1, description="ranks that share the tokens of each sequence out among them"
+    )
     pipeline_parallel: PositiveInt = 1
     virtual_pipeline: PositiveInt = Field(
         default=1,
@@ -343,7 +346,8 @@ class ActorConfig(Section):
     )
     sequence_parallel: bool = False
     micro_batch_tokens: PositiveInt = Field(
-        default=16_384, description="tokens in one packed micro-batch"
+        default=16_384,
+        description="tokens in one packed micro-batch, on each of its context_parallel ranks",
     )
     logprob_chunk_tokens: PositiveInt = Field(
         default=1024, description="tokens whose logits exist at once"
@@ -358,9 +362,26 @@ class ActorConfig(Section):
         return self.expert_tensor_parallel or self.tensor_parallel
 
     @property
+    def replica_size(self) -> int:
+        """Processes that compute a sequence together."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
+    def replica_shape(self) -> str:
+        """That product, for messages."""
+        sizes = {"tensor_parallel": self.tensor_parallel}
+        if self.context_parallel > 1:
+            sizes["context_parallel"] = self.context_parallel
+        sizes["pipeline_parallel"] = self.pipeline_parallel
+        return " x ".join(f"actor.{name} {size}" for name, size in sizes.items())
+
+    @property
     def smallest_world(self) -> int:
         """The fewest processes that hold the model: all others are multiples of it."""
-        of_stage = math.lcm(self.tensor_parallel, self.expert_tensor_size * self.expert_parallel)
+        of_stage = math.lcm(
+            self.tensor_parallel * self.context_parallel,
+            self.expert_tensor_size * self.expert_parallel,
+        )
         return of_stage * self.pipeline_parallel
 
     def expert_problems(self, count: int, channels: int) -> list[str]:
@@ -504,10 +525,6 @@ class Recipe(Section):
             return self.sync.transport
         return "shared_memory" if self.rollout.shares_gpus(device) else "distributed"
 
-    @property
-    def model_parallel_size(self) -> int:
-        return self.actor.tensor_parallel * self.actor.pipeline_parallel
-
     @model_validator(mode="after")
     def _cross_checks(self):
         actor, rollout = self.actor, self.rollout
@@ -523,11 +540,11 @@ class Recipe(Section):
                 "is 1: there are no stages whose layers could be cut into chunks; raise "
                 "pipeline_parallel or set virtual_pipeline to 1"
             )
-        world = self.model_parallel_size * (actor.data_parallel or 0)
+        world = actor.replica_size * (actor.data_parallel or 0)
         if world % actor.smallest_world:
             problems.append(
-                f"actor.tensor_parallel {actor.tensor_parallel} x actor.data_parallel "
-                f"{actor.data_parallel} = {world // actor.pipeline_parallel} processes per "
+                f"{actor.replica_shape} x actor.data_parallel {actor.data_parallel} = {world} "
+                f"processes, {world // actor.pipeline_parallel} per "
                 "pipeline stage, which is not a multiple of actor.expert_parallel "
                 f"{actor.expert_parallel} x actor.expert_tensor_parallel "
                 f"{actor.expert_tensor_size}: change data_parallel, or set it to null"

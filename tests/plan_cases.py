@@ -102,15 +102,16 @@ class _Passes:
 
 
 def _measure_a_pass(actor, lengths: list[int]) -> dict[str, float]:
-    from megatron_opo.actor.step import MicroBatch
+    from megatron_opo.actor.packing import MicroBatch, Sharing, rows_of
 
     module = actor.modules[0]
     parameters = list(module.parameters())
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    total = sum(lengths)
+    parallel = actor.parallel
+    total = len(rows_of(bounds, Sharing(parallel.cp_rank, parallel.cp_size)))
     tokens = torch.randint(1, 90, (total,), generator=torch.Generator().manual_seed(0))
-    rows = torch.arange(1, total)
-    micro_batch = MicroBatch(tokens, bounds, rows, rows)
+    rows = torch.arange(total - 1)
+    micro_batch = MicroBatch(tokens, bounds, rows, tokens[1:].clone(), rows)
     packed = micro_batch.packed_seq_params(torch.device("cpu"))
     own = {p.untyped_storage().data_ptr() for p in parameters}
     saved = {}
@@ -128,7 +129,7 @@ def _measure_a_pass(actor, lengths: list[int]) -> dict[str, float]:
     known = [tokens, *parameters, *(p.main_grad for p in parameters)]
     with FlopCounterMode(display=False) as counter, Allocations(known) as allocations:
         hidden = module(input_ids=tokens[None], packed_seq_params=packed)
-        scores = actor._score_rows(hidden, actor.model[0], micro_batch, tokens)
+        scores = actor._score_rows(hidden, actor.model[0], micro_batch)
         scores.logprobs.sum().backward()
     return {
         "saved": bytes_saved,

@@ -11,9 +11,13 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
+
+from megatron_opo.actor.context_parallel import gather_keys
+from megatron_opo.actor.packing import Bounds
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -40,27 +44,57 @@ class _Layout:
     shapes: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True)
+class _Layouts:
+    """Of queries and keys, in the same buckets. `behind` has for each bucket how many keys [N] of
+    each sequence stand before its first query's own; None where there are none."""
+
+    queries: _Layout
+    keys: _Layout
+    behind: list[torch.Tensor | None]
+
+
 @lru_cache(maxsize=16)
-def _layout(lengths: tuple[int, ...], device: torch.device) -> _Layout:
-    """Cached because every layer of a micro-batch, forward and backward, asks for the same one."""
+def _layouts(queries: tuple[int, ...], keys: tuple[int, ...], device: torch.device) -> _Layouts:
+    """Cached because every layer of a micro-batch, forward and backward, asks for the same ones."""
+    buckets = _buckets(queries, keys)
+    of_queries = _layout(queries, buckets, device)
+    if queries == keys:
+        return _Layouts(of_queries, of_queries, [None for _ in buckets])
+    behind = [torch.tensor([keys[i] - queries[i] for i in members]) for members in buckets]
+    return _Layouts(of_queries, _layout(keys, buckets, device), [n.to(device) for n in behind])
+
+
+def _buckets(queries: tuple[int, ...], keys: tuple[int, ...]) -> list[list[int]]:
+    """Sequences of similar length, and of the same share of queries."""
+
+    def rank(i: int) -> tuple[float, int]:
+        return keys[i] / queries[i], -queries[i]
+
+    order = sorted((i for i, n in enumerate(queries) if n), key=rank)
+    buckets: list[list[int]] = []
+    share, shortest = 0.0, 0.0
+    for i in order:
+        if not buckets or keys[i] / queries[i] != share or queries[i] < shortest:
+            share = keys[i] / queries[i]
+            shortest = 1 if queries[i] <= SHORT else MIN_FILL * queries[i]
+            buckets.append([])
+        buckets[-1].append(i)
+    return buckets
+
+
+def _layout(lengths: tuple[int, ...], buckets: list[list[int]], device: torch.device) -> _Layout:
     total = sum(lengths)
     size = torch.tensor(lengths)
     starts = size.cumsum(0) - size
-    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
     pieces, shapes = [], []
-    first = 0
-    while first < len(order):
-        longest = lengths[order[first]]
-        shortest = 1 if longest <= SHORT else MIN_FILL * longest
-        last = first
-        while last < len(order) and lengths[order[last]] >= shortest:
-            last += 1
-        members = torch.tensor(order[first:last])
+    for bucket in buckets:
+        longest = max(lengths[i] for i in bucket)
+        members = torch.tensor(bucket)
         step = torch.arange(longest)
         rows = starts[members, None] + step
         pieces.append(torch.where(step < size[members, None], rows, total).flatten())
-        shapes.append((last - first, longest))
-        first = last
+        shapes.append((len(bucket), longest))
     source = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
     places = torch.empty(total + 1, dtype=torch.int64)
     places[source] = torch.arange(source.numel())
@@ -103,18 +137,19 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
+    queries: Bounds,
+    keys: Bounds,
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of each packed sequence over itself.
 
     Args:
-        query: [T, heads, D].
-        key, value: [T, kv_heads, D]; heads is a multiple of kv_heads.
-        cu_seqlens: [N+1] int32, from 0 to T.
-        max_seqlen: length of the longest sequence.
+        query: [T, heads, D]; of each sequence its last tokens, as many as `queries` says.
+        key, value: [K, kv_heads, D]; heads is a multiple of kv_heads.
+        queries: of T.
+        keys: of K, as many sequences, none shorter than its queries; the same object where all
+            tokens have a query.
         scale: of the scores; None is 1 / sqrt(D).
         window: how many tokens, its own among them, a token attends to; None is all before it.
 
@@ -127,38 +162,59 @@ def packed_attention(
             query,
             key,
             value,
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            queries.longest,
+            keys.longest,
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    layout = _layout(tuple(cu_seqlens.diff().tolist()), query.device)
-    padded = [_Pad.apply(x, layout.source, layout.places) for x in (query, key, value)]
-    sizes = [count * longest for count, longest in layout.shapes]
+    lengths = [tuple(each.cu_seqlens.diff().tolist()) for each in (queries, keys)]
+    layouts = _layouts(*lengths, query.device)
     outputs = []
-    for shape, *parts in zip(layout.shapes, *(x.split(sizes) for x in padded), strict=True):
-        # [count * longest, heads, D] -> [count, heads, longest, D]
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
+    for q, k, v, behind in zip(
+        _padded(query, layouts.queries),
+        _padded(key, layouts.keys),
+        _padded(value, layouts.keys),
+        layouts.behind,
+        strict=True,
+    ):
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        if window is None or window >= shape[1]:
+        if behind is None and (window is None or window >= k.shape[2]):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         else:
-            mask = _window_mask(shape[1], window, q.device)
+            mask = _visible(q.shape[2], k.shape[2], behind, window, q.device)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return _Unpad.apply(torch.cat(outputs), layout.source, layout.places)
+    return _Unpad.apply(torch.cat(outputs), layouts.queries.source, layouts.queries.places)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """[length, length] true where the row's token attends to the column's."""
-    distance = torch.arange(length, device=device)
-    distance = distance[:, None] - distance
-    return (distance >= 0) & (distance < window)
+def _padded(packed: torch.Tensor, layout: _Layout) -> list[torch.Tensor]:
+    """[T, heads, D] to [count, heads, longest, D] for each bucket."""
+    padded = _Pad.apply(packed, layout.source, layout.places)
+    sizes = [count * longest for count, longest in layout.shapes]
+    return [
+        part.unflatten(0, shape).transpose(1, 2)
+        for shape, part in zip(layout.shapes, padded.split(sizes), strict=True)
+    ]
+
+
+def _visible(
+    rows: int,
+    columns: int,
+    behind: torch.Tensor | None,
+    window: int | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """[rows, columns], or [N, 1, rows, columns] with `behind`: true where the row's token attends
+    to the column's."""
+    distance = torch.arange(rows, device=device)[:, None] - torch.arange(columns, device=device)
+    if behind is not None:
+        distance = behind[:, None, None, None] + distance
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 class PackedAttention(torch.nn.Module):
@@ -175,6 +231,7 @@ class PackedAttention(torch.nn.Module):
     ):
         super().__init__()
         self.scale = softmax_scale
+        self.is_split = config.context_parallel_size > 1
         size, layers = config.window_size, config.window_attn_skip_freq
         self.window = None
         if size is not None and is_layer_window_attention(
@@ -194,15 +251,13 @@ class PackedAttention(torch.nn.Module):
         attention_bias: None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """[T, heads, D] and twice [T, kv_heads, D] to [T, heads * D]."""
+        """[T, heads, D] and twice [T, kv_heads, D] to [T, heads * D]; context-parallel ranks have
+        T / cp rows each."""
         assert packed_seq_params is not None, "only packed sequences (qkv_format thd) are supported"
-        out = packed_attention(
-            query,
-            key,
-            value,
-            packed_seq_params.cu_seqlens_q,
-            packed_seq_params.max_seqlen_q,
-            self.scale,
-            self.window,
-        )
+        bounds = Bounds(packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q)
+        queries = keys = bounds
+        if self.is_split:
+            group = parallel_state.get_context_parallel_group()
+            key, value, queries, keys = gather_keys(key, value, bounds, group)
+        out = packed_attention(query, key, value, queries, keys, self.scale, self.window)
         return out.flatten(1)

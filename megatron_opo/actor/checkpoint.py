@@ -1,7 +1,7 @@
 """Checkpoints of a run: Megatron's sharded format for weights and optimizer, JSON for the rest.
 
-A checkpoint loads under another tensor, pipeline or data layout. Before that every file is held
-against its checksum; one that is damaged is passed over for the one before it.
+A checkpoint loads under any other layout. Before that every file is held against its checksum; one
+that is damaged is passed over for the one before it.
 """
 
 import json
@@ -122,7 +122,7 @@ def load_checkpoint(actor: Actor, checkpoint: Checkpoint) -> None:
 def layout_of(actor: Actor) -> dict[str, Any]:
     """Where it is the same, a rank is what the rank of its number was."""
     parallel = actor.parallel
-    names = ("world_size", "tp_size", "pp_size", "dp_size", "ep_size", "expert_tp_size")
+    names = ("world_size", "tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "expert_tp_size")
     return {name: getattr(parallel, name) for name in names} | {
         "virtual_pipeline": actor.recipe.actor.virtual_pipeline,
         "device": parallel.device.type,

@@ -69,14 +69,15 @@ class PackedGPTModel(GPTModel):
         """Hidden states, after the final norm on the last pipeline stage.
 
         Args:
-            input_ids: [1, T].
+            input_ids: [1, T / cp], of this context-parallel rank, in the order of
+                `packing.rows_of`.
             position_ids: unused; each sequence's positions count from 0, by its own length.
             attention_mask: unused; causal within each sequence.
             packed_seq_params: qkv_format "thd", cu_seqlens [N+1] int32 from 0 to T.
 
         Returns:
-            [T, 1, H], or this rank's [T / tp, 1, H] under sequence parallelism (T must be a
-            multiple of tensor_parallel then).
+            [T / cp, 1, H], or this rank's [T / cp / tp, 1, H] under sequence parallelism (T / cp
+            must be a multiple of tensor_parallel then).
         """
         hidden = None
         if self.pre_process:
@@ -219,6 +220,7 @@ def _fixed_fields(
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "tensor_model_parallel_size": actor.tensor_parallel,
+        "context_parallel_size": actor.context_parallel,
         "pipeline_model_parallel_size": actor.pipeline_parallel,
         **_chunk_fields(actor),
         "sequence_parallel": actor.sequence_parallel,
@@ -291,6 +293,10 @@ def _block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBloc
         for i, layer in enumerate(block.layer_specs or []):
             if sparse[first + i]:
                 use_router(layer)
+            # Transformer Engine passes keys around among context-parallel ranks, but with a window.
+            if config.context_parallel_size > 1 and config.window_size is not None:
+                of_layer: Any = layer.submodules
+                of_layer.self_attention.submodules.core_attention = PackedAttention
         return block
     kinds = {has_experts: _local_layer_spec(config, has_experts) for has_experts in {*sparse}}
     first = get_transformer_layer_offset(config, vp_stage=chunk)

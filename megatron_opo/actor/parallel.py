@@ -23,7 +23,7 @@ class Parallel:
     """Where this process stands in the layout.
 
     Example, rank 3 of 8 with tensor_parallel 2 and pipeline_parallel 2: tp_rank 1 of 2,
-    dp_rank 1 of 2, pp_rank 0 of 2 (tensor ranks vary fastest, then data, then pipeline).
+    dp_rank 1 of 2, pp_rank 0 of 2 (tensor ranks vary fastest, then context, data and pipeline).
     The experts of a stage are shared out over its ranks anew: ep_size ranks hold different ones,
     expert_tp_size ranks a slice of each.
     `control` is a gloo group over all ranks, for CPU tensors and Python objects on any backend.
@@ -33,6 +33,8 @@ class Parallel:
     rank: int
     tp_rank: int
     tp_size: int
+    cp_rank: int
+    cp_size: int
     pp_rank: int
     pp_size: int
     dp_rank: int
@@ -60,9 +62,8 @@ def data_parallel_size(actor: ActorConfig, world_size: int) -> int:
     Raises:
         RecipeError: the processes do not fit the layout.
     """
-    tensor, pipeline, data = actor.tensor_parallel, actor.pipeline_parallel, actor.data_parallel
-    replica = tensor * pipeline
-    shape = f"actor.tensor_parallel {tensor} x actor.pipeline_parallel {pipeline}"
+    pipeline, data = actor.pipeline_parallel, actor.data_parallel
+    replica, shape = actor.replica_size, actor.replica_shape
     if data is not None and replica * data != world_size:
         raise RecipeError(
             f"{shape} x actor.data_parallel {data} = {replica * data} processes, but {world_size} "
@@ -180,6 +181,7 @@ def _initialize_megatron(actor: ActorConfig, seed: int, timeout_s: float, on_cpu
         virtual_pipeline_model_parallel_size=(
             actor.virtual_pipeline if actor.virtual_pipeline > 1 else None
         ),
+        context_parallel_size=actor.context_parallel,
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_size,
         distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
@@ -236,6 +238,8 @@ def _describe(device: torch.device, backend: str, control: dist.ProcessGroup) ->
         rank=dist.get_rank(),
         tp_rank=state.get_tensor_model_parallel_rank(),
         tp_size=state.get_tensor_model_parallel_world_size(),
+        cp_rank=state.get_context_parallel_rank(),
+        cp_size=state.get_context_parallel_world_size(),
         pp_rank=state.get_pipeline_model_parallel_rank(),
         pp_size=state.get_pipeline_model_parallel_world_size(),
         dp_rank=state.get_data_parallel_rank(),

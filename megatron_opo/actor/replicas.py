@@ -1,8 +1,8 @@
 """Do ranks that should hold the same hold the same, to the bit?
 
-Data-parallel ranks hold copies of all parameters; tensor-parallel ranks of those that are not split
-(norms, routers); the first and the last pipeline stage share tied embeddings. Ranks that drift
-apart train different models, and nothing else would show it.
+Data- and context-parallel ranks hold copies of all parameters; tensor-parallel ranks of those that
+are not split (norms, routers); the first and the last pipeline stage share tied embeddings. Ranks
+that drift apart train different models, and nothing else would show it.
 """
 
 import hashlib

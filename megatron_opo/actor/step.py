@@ -14,7 +14,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
@@ -24,6 +23,7 @@ from megatron_opo.actor.loss import policy_gradient_loss, token_weights
 from megatron_opo.actor.model import build_model, output_weight
 from megatron_opo.actor.offload import UpdateMemory
 from megatron_opo.actor.optimizer import build_optimizer, learning_rate
+from megatron_opo.actor.packing import MicroBatch, Sharing, make_micro_batch
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.schedule import plan_micro_batches
 from megatron_opo.batch import PackedBatch
@@ -31,52 +31,6 @@ from megatron_opo.errors import NonFiniteError, OnPolicyError, TrainingError
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
 from megatron_opo.spmd import Driver
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Packed sequences of one forward pass.
-
-    `rows` are the places [R] of the tokens to score; `places` [R] where these stand in the whole
-    rollout.
-    """
-
-    tokens: torch.Tensor
-    cu_seqlens: torch.Tensor
-    rows: torch.Tensor
-    places: torch.Tensor
-
-    def packed_seq_params(self, device: torch.device) -> PackedSeqParams:
-        cu_seqlens = self.cu_seqlens.to(device, torch.int32)
-        longest = int(self.cu_seqlens.diff().max())
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-
-
-def make_micro_batch(batch: PackedBatch, sequences: list[int], multiple_of: int) -> MicroBatch:
-    """Pack the given sequences. Dummy tokens, as a sequence of their own and never scored, fill an
-    empty micro-batch and round the length up to `multiple_of` (sequence parallel splits it)."""
-    bounds = batch.cu_seqlens.tolist()
-    places = [torch.arange(bounds[i], bounds[i + 1]) for i in sequences]
-    place = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
-    cu_seqlens = [0]
-    for i in sequences:
-        cu_seqlens.append(cu_seqlens[-1] + bounds[i + 1] - bounds[i])
-    dummies = -len(place) % multiple_of if len(place) else multiple_of
-    if dummies:
-        cu_seqlens.append(cu_seqlens[-1] + dummies)
-    rows = batch.loss_mask[place].nonzero().squeeze(-1)
-    return MicroBatch(
-        tokens=torch.cat([batch.tokens[place].long(), torch.zeros(dummies, dtype=torch.int64)]),
-        cu_seqlens=torch.tensor(cu_seqlens),
-        rows=rows,
-        places=place[rows],
-    )
 
 
 @dataclass(frozen=True)
@@ -261,15 +215,19 @@ class Actor:
     def _run(self, batch: PackedBatch, *, forward_only: bool) -> Scores:
         """All micro-batches of this rank; scores of the whole rollout (complete on rank 0)."""
         parallel, actor = self.parallel, self.recipe.actor
+        sharing = Sharing(
+            parallel.cp_rank,
+            parallel.cp_size,
+            split=parallel.tp_size if self.config.sequence_parallel else 1,
+        )
         plan = plan_micro_batches(
-            batch.sequence_lengths.tolist(),
+            [sharing.padded(length) for length in batch.sequence_lengths.tolist()],
             parallel.dp_size,
-            actor.micro_batch_tokens,
+            actor.micro_batch_tokens * parallel.cp_size,
             # Chunks of a stage take turns with groups of as many micro-batches as there are stages.
             multiple_of=parallel.pp_size if actor.virtual_pipeline > 1 else 1,
         )[parallel.dp_rank]
-        multiple = parallel.tp_size if self.config.sequence_parallel else 1
-        micro_batches = [make_micro_batch(batch, sequences, multiple) for sequences in plan]
+        micro_batches = [make_micro_batch(batch, sequences, sharing) for sequences in plan]
         weights = self._token_weights(batch)
         scores = torch.zeros(3, batch.tokens.numel())
         forward_step = partial(
@@ -299,14 +257,13 @@ class Actor:
     ):
         micro_batch = next(micro_batches)
         device = self.parallel.device
-        tokens = micro_batch.tokens.to(device)
         hidden = model(
-            input_ids=tokens[None],
+            input_ids=micro_batch.tokens[None].to(device),
             packed_seq_params=micro_batch.packed_seq_params(device),
         )
 
         def loss_function(hidden: torch.Tensor):
-            token_scores = self._score_rows(hidden, model, micro_batch, tokens)
+            token_scores = self._score_rows(hidden, model, micro_batch)
             places = micro_batch.places
             if self.parallel.tp_rank == 0:
                 scores[0, places] = token_scores.logprobs.detach().cpu()
@@ -321,16 +278,15 @@ class Actor:
 
         return hidden, loss_function
 
-    def _score_rows(self, hidden, model, micro_batch: MicroBatch, tokens: torch.Tensor):
+    def _score_rows(self, hidden, model, micro_batch: MicroBatch):
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False
             )
-        rows = micro_batch.rows.to(tokens.device)
         return token_logprobs(
-            hidden.squeeze(1)[rows - 1],
+            hidden.squeeze(1)[micro_batch.rows.to(hidden.device)],
             output_weight(model.module),
-            tokens[rows],
+            micro_batch.targets.to(hidden.device),
             temperature=self.recipe.rollout.temperature,
             vocab_size=self.hf_config["vocab_size"],
             chunk_tokens=self.recipe.actor.logprob_chunk_tokens,

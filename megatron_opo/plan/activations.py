@@ -15,11 +15,12 @@ INDEX = 8
 
 @dataclass(frozen=True)
 class Pass:
-    """One packed micro-batch. `tokens` as the model sees them, of which `scored` have a loss.
+    """One packed micro-batch. `tokens` as the model sees them on one of its context-parallel ranks,
+    of which `scored` have a loss.
 
     `engine` says whether Transformer Engine computes norms and attention, as on a GPU; without it
     (the float32 of a CPU) norms keep one more tensor, and attention a copy of keys and values for
-    every head."""
+    every head, those of other context-parallel ranks among them."""
 
     tokens: int
     scored: int
@@ -82,9 +83,14 @@ def _attention_saved(model: Model, layout: Layout, step: Pass) -> dict[str, floa
         # Values are views of `mixed`, which therefore stays whole.
         saved["attention"] = tokens * (mixed + q + kv + q) * b
     else:
-        saved["attention"] = tokens * 5 * q * b
+        saved["attention"] = tokens * (3 + 2 * _keys_seen(layout)) * q * b
     saved["attention sums"] = tokens * heads * FLOAT
     return saved
+
+
+def _keys_seen(layout: Layout) -> float:
+    """Copies of keys for each query: its sequence's two chunks have all up to their own end."""
+    return layout.context + 0.5 if layout.context > 1 else 1
 
 
 def _experts_saved(model: Model, layout: Layout, step: Pass) -> dict[str, float]:
@@ -119,10 +125,13 @@ def chunk_saved(model: Model, layout: Layout, chunk: Chunk, step: Pass) -> float
     layers = chunk.end - chunk.first
     if step.recompute:
         total += layers * rows * hidden * b
-        total += step.tokens * model.architecture.head_dim * FLOAT  # rotary angles, for all layers
+        # Rotary angles, for all layers, and of all ranks' tokens.
+        total += step.tokens * layout.context * model.architecture.head_dim * FLOAT
     else:
         if not step.engine:
-            total += step.tokens * 2 * INDEX  # where padding goes and came from
+            # Where padding goes and came from; for keys of other ranks, and where these came from.
+            places = 2 + (_keys_seen(layout) + 2 * layout.context if layout.context > 1 else 0)
+            total += step.tokens * places * INDEX
         with_experts = sum(map(model.has_experts, range(chunk.first, chunk.end)))
         for experts, count in ((True, with_experts), (False, layers - with_experts)):
             if count:

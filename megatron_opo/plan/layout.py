@@ -17,8 +17,9 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Layout:
-    """How a trainer's ranks share the model. There are `data` replicas; the `tensor` x `data` ranks
-    of a pipeline stage hold its experts as `expert` x `expert_tensor` x `expert_data`."""
+    """How a trainer's ranks share the model. There are `data` replicas; the `tensor` x `context` x
+    `data` ranks of a pipeline stage hold its experts as `expert` x `expert_tensor` x `expert_data`.
+    """
 
     tensor: int
     pipeline: int
@@ -28,10 +29,16 @@ class Layout:
     data: int
     sequence_parallel: bool
     distributed_optimizer: bool
+    context: int = 1
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same dense parameters."""
+        return self.context * self.data
 
     @property
     def expert_data(self) -> int:
-        return self.tensor * self.data // (self.expert * self.expert_tensor)
+        return self.tensor * self.copies // (self.expert * self.expert_tensor)
 
 
 def layout_of(recipe: Recipe, gpus: int) -> Layout:
@@ -41,14 +48,13 @@ def layout_of(recipe: Recipe, gpus: int) -> Layout:
         RecipeError: the GPUs do not fit the layout.
     """
     actor = recipe.actor
-    replica = recipe.model_parallel_size
+    replica = recipe.actor.replica_size
     data = actor.data_parallel or gpus // replica
     fewest = actor.smallest_world
     if gpus % fewest or data * replica != gpus:
         what = f"a multiple of {fewest}" if actor.data_parallel is None else str(data * replica)
         raise RecipeError(
-            f"{gpus} trainer GPUs do not fit actor.tensor_parallel {actor.tensor_parallel} x "
-            f"actor.pipeline_parallel {actor.pipeline_parallel}, actor.expert_parallel "
+            f"{gpus} trainer GPUs do not fit {actor.replica_shape}, actor.expert_parallel "
             f"{actor.expert_parallel} and actor.data_parallel {actor.data_parallel}: give {what} "
             "(--nodes, --gpus-per-node or --gpus), or change the layout"
         )
@@ -61,6 +67,7 @@ def layout_of(recipe: Recipe, gpus: int) -> Layout:
         data=data,
         sequence_parallel=actor.sequence_parallel,
         distributed_optimizer=recipe.optimizer.distributed,
+        context=actor.context_parallel,
     )
 
 
@@ -187,14 +194,14 @@ def held_by(model: Model, layout: Layout, stage: int) -> Held:
     total = Held()
     for chunk in chunks_of(model.architecture.layers, layout, stage):
         dense, expert = _chunk_sizes(model, layout, chunk)
-        total += _buffered(dense, layout.data, layout)
+        total += _buffered(dense, layout.copies, layout)
         total += _buffered(expert, layout.expert_data, layout)
         shared = model.architecture.tied and layout.pipeline > 1
         vocabulary = model.embedding.on_rank(layout)
         for here in (chunk.has_embedding, chunk.has_head):
             # A copy of a shared embedding has a bucket of its own.
             if here and shared:
-                total += _buffered([vocabulary], layout.data, layout)
+                total += _buffered([vocabulary], layout.copies, layout)
     return total
 
 
@@ -220,7 +227,7 @@ def _chunk_sizes(model: Model, layout: Layout, chunk: Chunk) -> tuple[list[int],
     return dense, expert
 
 
-def _buffered(sizes: Iterable[int], data: int, layout: Layout) -> Held:
+def _buffered(sizes: Iterable[int], copies: int, layout: Layout) -> Held:
     sizes = list(sizes)
     if not sizes:
         return Held()
@@ -228,8 +235,8 @@ def _buffered(sizes: Iterable[int], data: int, layout: Layout) -> Held:
     if not layout.distributed_optimizer:
         return Held(parameters, parameters, parameters, max(sizes))
     aligned = sum(_round_up(size, PARAMETER_ALIGNMENT) for size in sizes)
-    buffer = _round_up(aligned, math.lcm(data, BUCKET_ALIGNMENT))
-    return Held(parameters, buffer, min(buffer // data, parameters), max(sizes))
+    buffer = _round_up(aligned, math.lcm(copies, BUCKET_ALIGNMENT))
+    return Held(parameters, buffer, min(buffer // copies, parameters), max(sizes))
 
 
 def _round_up(size: int, multiple: int) -> int:

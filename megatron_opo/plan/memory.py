@@ -123,7 +123,7 @@ def bucket_bytes(model: Model, recipe: Recipe) -> int:
 
 def leads_a_node(layout: Layout, stage: int, gpus_per_node: int) -> bool:
     """Whether one of a pipeline stage's ranks is the lowest one of its node."""
-    ranks = layout.tensor * layout.data
+    ranks = layout.tensor * layout.copies
     first = stage * ranks
     return math.ceil(first / gpus_per_node) * gpus_per_node < first + ranks
 

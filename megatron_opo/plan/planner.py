@@ -155,7 +155,7 @@ def cluster_of(
 
 def _needed_gpus(recipe: Recipe, per_node: int) -> int:
     rollout = recipe.rollout
-    replicas = recipe.model_parallel_size * (recipe.actor.data_parallel or 1)
+    replicas = recipe.actor.replica_size * (recipe.actor.data_parallel or 1)
     training = max(recipe.actor.smallest_world, replicas)
     if rollout.nodes:
         return _round_up(training, per_node) + rollout.nodes * per_node

@@ -55,6 +55,8 @@ def _print_head(console: Console, plan: Plan) -> None:
         f"{recipe.model.dtype}"
     )
     parts = [f"tensor {layout.tensor}", f"pipeline {layout.pipeline}", f"data {layout.data}"]
+    if layout.context > 1:
+        parts.insert(1, f"context {layout.context}")
     if layout.virtual > 1:
         parts.append(f"{layout.virtual} chunks a stage")
     if plan.model.experts:
@@ -64,7 +66,7 @@ def _print_head(console: Console, plan: Plan) -> None:
     parts.append(f"recompute {actor.recompute}")
     console.print(f"trainer  {', '.join(parts)}")
     console.print(
-        f"         micro-batches of {actor.micro_batch_tokens:,} tokens; servers: "
+        f"         micro-batches of {actor.micro_batch_tokens * layout.context:,} tokens; servers: "
         f"{rollout.servers} of {rollout.tensor_parallel} GPUs"
     )
     if actor.transformer_config:

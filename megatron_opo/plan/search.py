@@ -17,6 +17,7 @@ from megatron_opo.recipe import Recipe
 SUGGESTIONS = 3
 MOST_NODES = 8  # times those that are there
 MOST_RANKS = 64  # of one parallel group
+MOST_SHARED = 3  # doublings of context_parallel
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,18 @@ class _Search:
         return [_Change({"rollout.hand_over_memory": True}, 1)] if refused else []
 
     def _micro_batches(self) -> Iterator[_Change]:
+        """Smaller ones; and where they hold no more than a sequence, more ranks that share it."""
         longest = self.recipe.data.max_prompt_tokens + self.recipe.rollout.max_response_tokens
-        tokens, cost = self.recipe.actor.micro_batch_tokens, 0
-        while tokens > longest:
-            tokens, cost = max(tokens // 2, longest), cost + 1
+        actor, cost = self.recipe.actor, 0
+        tokens, context = actor.micro_batch_tokens, actor.context_parallel
+        while tokens > (least := -(-longest // context)):
+            tokens, cost = max(tokens // 2, least), cost + 1
             yield _Change({"actor.micro_batch_tokens": tokens}, cost)
+        for _ in range(MOST_SHARED):
+            context, cost = 2 * context, cost + 3
+            change = {"actor.micro_batch_tokens": -(-longest // context)}
+            change |= {"actor.context_parallel": context} | self._free()
+            yield _Change(change, cost)
 
     def _servers(self) -> Iterator[_Change]:
         """As many servers as before where their nodes hold them, else as many as there is room."""
@@ -175,12 +183,14 @@ class _Search:
             if wider.overrides["actor.tensor_parallel"] <= self.cluster.gpus_per_node:
                 yield _Change(wider.overrides | parallel, wider.cost)
 
+    def _free(self) -> dict[str, Any]:
+        return {} if self.recipe.actor.data_parallel is None else {"actor.data_parallel": None}
+
     def _wider(self, field: str, now: int, divides: int, cost: int) -> Iterator[_Change]:
         """Larger sizes of a parallel group; replicas are as many as GPUs are left for."""
-        free = {} if self.recipe.actor.data_parallel is None else {"actor.data_parallel": None}
         for size in _divisors(divides):
             if now < size <= MOST_RANKS:
-                yield _Change({field: size} | free, cost * _doublings(size, now))
+                yield _Change({field: size} | self._free(), cost * _doublings(size, now))
 
 
 def _divisors(number: int) -> list[int]:

@@ -69,7 +69,7 @@ def micro_batches(recipe: Recipe, layout: Layout, work: Workload) -> int:
     stages."""
     full = recipe.actor.micro_batch_tokens * FILL.value
     by = layout.pipeline if layout.virtual > 1 else 1
-    return by * max(1, math.ceil(work.tokens / layout.data / full / by))
+    return by * max(1, math.ceil(work.tokens / layout.copies / full / by))
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,7 @@ class Update:
     seconds: float
     compute_seconds: float
     tensor_seconds: float
+    context_seconds: float
     expert_seconds: float
     data_seconds: float
     bubble: float
@@ -202,23 +203,27 @@ def update_time(
     computed = flops.computed(recompute)
     gpus = cluster.trainer_gpus
     compute = computed / gpus / (cluster.gpu.flops * MATMUL_EFFICIENCY.value)
-    per_rank = work.tokens / layout.data
+    per_rank = work.tokens / layout.copies
     layers = model.architecture.layers / layout.pipeline
     tensor = _tensor_bytes(model, recipe, layout, per_rank) * layers
     tensor /= cluster.link(layout.tensor) * LINK_EFFICIENCY.value
+    context = _context_bytes(model, recipe, layout, per_rank) * layers
+    context /= cluster.link(layout.tensor * layout.context) * LINK_EFFICIENCY.value
     expert = _expert_bytes(model, recipe, layout, per_rank) / layout.pipeline
     expert /= cluster.link(layout.expert * layout.expert_tensor) * LINK_EFFICIENCY.value
     batches = micro_batches(recipe, layout, work)
     waiting = (layout.pipeline - 1) / (batches * layout.virtual)
     data = _data_seconds(model, recipe, cluster, layout)
-    seconds = (compute + tensor + expert) * (1 + waiting) + data
+    computing = compute + tensor + context + expert
+    seconds = computing * (1 + waiting) + data
     return Update(
         seconds=seconds,
         compute_seconds=compute,
         tensor_seconds=tensor,
+        context_seconds=context,
         expert_seconds=expert,
         data_seconds=data,
-        bubble=(compute + tensor + expert) * waiting / seconds,
+        bubble=computing * waiting / seconds,
         micro_batches=batches,
         flops=flops.model,
         computed_flops=computed,
@@ -242,6 +247,15 @@ def _tensor_bytes(model: Model, recipe: Recipe, layout: Layout, tokens: float) -
     return moved * (passes + (2 if layout.sequence_parallel else 0))
 
 
+def _context_bytes(model: Model, recipe: Recipe, layout: Layout, tokens: float) -> float:
+    """That each rank sends for one layer: its keys and values to all others, whose gradients come
+    back."""
+    a = model.architecture
+    width = 2 * max(a.kv_heads / layout.tensor, 1) * a.head_dim * BYTES[recipe.model.dtype]
+    passes = 3 if recipe.actor.recompute == "full" else 2
+    return tokens * width * (layout.context - 1) * passes
+
+
 def _expert_bytes(model: Model, recipe: Recipe, layout: Layout, tokens: float) -> float:
     """That each rank sends for all layers with experts: tokens go out and come back, both ways."""
     experts = model.architecture.experts
@@ -254,13 +268,13 @@ def _expert_bytes(model: Model, recipe: Recipe, layout: Layout, tokens: float) -
 
 
 def _data_seconds(model: Model, recipe: Recipe, cluster: Cluster, layout: Layout) -> float:
-    """Gradients are reduced, and new weights gathered, over data-parallel ranks."""
-    if layout.data == 1:
+    """Gradients are reduced, and new weights gathered, over all ranks with the same parameters."""
+    if layout.copies == 1:
         return 0.0
     buffer = max(held_by(model, layout, s).buffer for s in range(layout.pipeline))
     weights = BYTES[recipe.model.dtype] if layout.distributed_optimizer else FLOAT
-    moved = buffer * (FLOAT + weights) * (layout.data - 1) / layout.data
-    return moved / (cluster.link(layout.tensor * layout.data) * LINK_EFFICIENCY.value)
+    moved = buffer * (FLOAT + weights) * (layout.copies - 1) / layout.copies
+    return moved / (cluster.link(layout.tensor * layout.copies) * LINK_EFFICIENCY.value)
 
 
 def sync_time(model: Model, recipe: Recipe, cluster: Cluster) -> float:
