@@ -367,13 +367,16 @@ class ActorConfig(Section):
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
+    def stage_shape(self) -> str:
+        """For messages: the product of those of them that are in one pipeline stage."""
+        context = self.context_parallel
+        shared = f" x actor.context_parallel {context}" if context > 1 else ""
+        return f"actor.tensor_parallel {self.tensor_parallel}{shared}"
+
+    @property
     def replica_shape(self) -> str:
-        """That product, for messages."""
-        sizes = {"tensor_parallel": self.tensor_parallel}
-        if self.context_parallel > 1:
-            sizes["context_parallel"] = self.context_parallel
-        sizes["pipeline_parallel"] = self.pipeline_parallel
-        return " x ".join(f"actor.{name} {size}" for name, size in sizes.items())
+        """For messages: the product of all of them."""
+        return f"{self.stage_shape} x actor.pipeline_parallel {self.pipeline_parallel}"
 
     @property
     def smallest_world(self) -> int:
@@ -543,9 +546,9 @@ class Recipe(Section):
         world = actor.replica_size * (actor.data_parallel or 0)
         if world % actor.smallest_world:
             problems.append(
-                f"{actor.replica_shape} x actor.data_parallel {actor.data_parallel} = {world} "
-                f"processes, {world // actor.pipeline_parallel} per "
-                "pipeline stage, which is not a multiple of actor.expert_parallel "
+                f"{actor.stage_shape} x actor.data_parallel {actor.data_parallel} = "
+                f"{world // actor.pipeline_parallel} processes per pipeline stage, which is not a "
+                "multiple of actor.expert_parallel "
                 f"{actor.expert_parallel} x actor.expert_tensor_parallel "
                 f"{actor.expert_tensor_size}: change data_parallel, or set it to null"
             )

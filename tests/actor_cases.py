@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,27 @@ train: {{steps: 3}}
 
 def make_rollout(vocab_size: int, seed: int = 0) -> PackedBatch:
     """Ragged groups; one response of a single token; advantages as OPO sets them."""
+    return _rollout([(4, (1, 9, 30)), (7, (12, 12)), (10, (5, 40, 2, 17))], vocab_size, seed)
+
+
+def make_short_rollout(vocab_size: int, seed: int = 0) -> PackedBatch:
+    """Sequences of 1 to 5 tokens, and two longer ones; holes in the loss mask, and a sequence that
+    is not scored at all."""
+    groups = [(1, (0, 1, 2, 3)), (2, (1, 1)), (3, (2, 21, 1)), (1, (37, 2))]
+    batch = _rollout(groups, vocab_size, seed)
+    mask = batch.loss_mask.clone()
+    mask[batch.cu_seqlens[5] : batch.cu_seqlens[6]] = False
+    mask[::5] = False
+    return replace(batch, loss_mask=mask)
+
+
+def make_pairs(vocab_size: int, seed: int = 0) -> PackedBatch:
+    """A prompt and a response of one token each: one of two context-parallel ranks has both."""
+    return _rollout([(1, (1, 1, 1)), (1, (1, 1))], vocab_size, seed)
+
+
+def _rollout(shape: list[tuple[int, tuple[int, ...]]], vocab_size: int, seed: int) -> PackedBatch:
+    """Of each group the lengths of the prompt and of the responses."""
     from megatron_opo.advantages import group_advantages_
 
     generator = torch.Generator().manual_seed(seed)
@@ -34,8 +56,8 @@ def make_rollout(vocab_size: int, seed: int = 0) -> PackedBatch:
         return tuple(torch.randint(1, vocab_size, (count,), generator=generator).tolist())
 
     groups = []
-    for k, lengths in enumerate([(1, 9, 30), (12, 12), (5, 40, 2, 17)]):
-        prompt = Prompt(str(k), ids(4 + 3 * k), "", "test", None)
+    for k, (prompt_length, lengths) in enumerate(shape):
+        prompt = Prompt(str(k), ids(prompt_length), "", "test", None)
         samples = [
             Sample(str(k), i, ids(n), (-1.0,) * n, (0,) * n, "stop", "", reward=float(i % 2))
             for i, n in enumerate(lengths)
@@ -46,7 +68,8 @@ def make_rollout(vocab_size: int, seed: int = 0) -> PackedBatch:
     return batch
 
 
-def open_actor(model: str, run_dir: str, overrides: list[str]):
+def open_actor(model: str, run_dir: str, overrides: list[str], parallel=None):
+    """`parallel` is that of an actor that was here before, in the same layout."""
     from megatron_opo.actor.parallel import initialize
     from megatron_opo.actor.step import Actor
     from megatron_opo.recipe import load_recipe
@@ -58,7 +81,7 @@ def open_actor(model: str, run_dir: str, overrides: list[str]):
     path = directory / f"recipe_{os.environ['RANK']}.yaml"  # ranks write it at the same time
     path.write_text(RECIPE.format(model=model, run_dir=run_dir))
     recipe = load_recipe(path, overrides)
-    parallel = initialize(recipe.actor, seed=0)
+    parallel = parallel or initialize(recipe.actor, seed=0)
     hf_config = json.loads((Path(model) / "config.json").read_text())
     actor = Actor(recipe, hf_config, parallel, Driver(parallel.rank, parallel.control))
     load_hf(actor.modules, Path(model), hf_config)
@@ -77,11 +100,24 @@ def exported(actor) -> dict[str, np.ndarray]:
 
 def train_two_steps(model: str, run_dir: str, overrides: list[str], order: list[int] | None = None):
     """Scores, metrics of two updates and the final weights; on rank 0."""
-    actor = open_actor(model, run_dir, overrides)
+    return _two_steps(open_actor(model, run_dir, overrides), make_rollout, order)
+
+
+def train_in_turn(model: str, run_dir: str, overrides: list[str], cases: list):
+    """What `train_two_steps` returns, for each (more overrides, how to make rollouts)."""
+    results, parallel = [], None
+    for i, (more, make) in enumerate(cases):
+        actor = open_actor(model, f"{run_dir}_{i}", [*overrides, *more], parallel)
+        parallel = actor.parallel
+        results.append(_two_steps(actor, make))
+    return results
+
+
+def _two_steps(actor, make: Callable, order: list[int] | None = None):
     here = actor.driver.is_here
     result = {"metrics": []}
     for step in range(2):
-        batch = make_rollout(actor.hf_config["vocab_size"], seed=step) if here else None
+        batch = make(actor.hf_config["vocab_size"], seed=step) if here else None
         if here and order is not None:
             batch = batch.select(order)
         scores = actor.score(batch)

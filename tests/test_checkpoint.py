@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 SAVED = {
     "TP1": (1, []),
     "TP2": (2, ["actor.tensor_parallel=2"]),
-    "DP2": (2, ["actor.data_parallel=2"]),
+    "CP2 DP2": (4, ["actor.context_parallel=2", "actor.data_parallel=2"]),
 }
 LOADED = {**SAVED, "PP2": (2, ["actor.pipeline_parallel=2"])}
 

@@ -30,6 +30,7 @@ LAYOUTS = {
     "TP2, whole experts on both ranks": (2, [*TP2, *WHOLE]),
     "TP2, whole experts, EP2": (2, [*TP2, *WHOLE, *EP2]),
     "TP2 EP2": (4, [*TP2, *EP2]),
+    "CP2 EP2": (2, ["actor.context_parallel=2", *EP2]),
     "PP2 EP2": (4, [*PP2, *EP2]),
     "PP2 in 2 chunks each, EP2, one micro-batch too few": (
         4,

@@ -8,7 +8,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_opo.actor.loss import token_weights
-from tests.actor_cases import make_rollout, refused_update, token_baselines, train_two_steps
+from tests.actor_cases import (
+    make_pairs,
+    make_rollout,
+    make_short_rollout,
+    refused_update,
+    token_baselines,
+    train_in_turn,
+    train_two_steps,
+)
 from tests.models import tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.ranks import run_ranks
 
@@ -37,7 +45,24 @@ def model(request, tmp_path_factory):
     return MODELS[request.param](tmp_path_factory.mktemp(request.param) / "model")
 
 
-def reference_training(model_path, aggregation: str, watch=lambda model: None, **how):
+CONTEXT2 = ["actor.context_parallel=2"]
+SHARED_SEQUENCES = {
+    "CP2": (2, CONTEXT2),
+    "CP2 DP2, small micro-batches": (4, [*CONTEXT2, "actor.micro_batch_tokens=23"]),
+    "CP2 TP2 sequence parallel": (4, [*CONTEXT2, *LAYOUTS["TP2 sequence parallel"][1]]),
+    "CP2 PP2, recompute": (4, [*CONTEXT2, *LAYOUTS["PP2"][1], *LAYOUTS["recompute"][1]]),
+}
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+def reference_training(
+    model_path, aggregation: str, watch=lambda model: None, make=make_rollout, **how
+):
     """Two steps of clipped AdamW in float64; one sequence at a time, nothing packed.
 
     `watch` gets the model, which transformers loads as `how` says, before the first step.
@@ -54,7 +79,7 @@ def reference_training(model_path, aggregation: str, watch=lambda model: None, *
     )
     norms, losses = [], []
     for step in range(2):
-        batch = make_rollout(model.config.vocab_size, seed=step)
+        batch = make(model.config.vocab_size, seed=step)
         weights = token_weights(batch, aggregation, HORIZON).double() * batch.advantages.double()
         logprobs = torch.zeros(batch.tokens.numel(), dtype=torch.float64)
         entropy, squares = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
@@ -128,15 +153,21 @@ def test_biases_and_shared_key_value_heads_take_the_same_two_steps(make, layouts
         assert_matches(result, reference)
 
 
-@pytest.mark.parametrize(
-    "aggregation", ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
-def test_every_aggregation_over_data_parallel_ranks(aggregation, tmp_path):
+def test_every_aggregation_where_ranks_share_sequences(tmp_path):
+    """Also sequences with fewer tokens than there are chunks, and a rank without a scored token."""
     model = tiny_qwen3(tmp_path / "model")
-    reference = reference_training(model, aggregation)
-    overrides = [f"algorithm.loss_aggregation={aggregation}", "actor.data_parallel=2"]
-    result = run_ranks(2, train_two_steps, str(model), str(tmp_path / "run"), overrides)[0]
-    assert_matches(result, reference)
+    cases = [(aggregation, make_short_rollout) for aggregation in AGGREGATIONS]
+    cases += [("token-mean", make_rollout), ("token-mean", make_pairs)]
+    turns = [([f"algorithm.loss_aggregation={name}"], make) for name, make in cases]
+    references = [reference_training(model, name, make=make) for name, make in cases]
+    for layout, (ranks, overrides) in SHARED_SEQUENCES.items():
+        run_dir = str(tmp_path / layout)
+        results = run_ranks(ranks, train_in_turn, str(model), run_dir, overrides, turns)[0]
+        for case, result, reference in zip(cases, results, references, strict=True):
+            try:
+                assert_matches(result, reference)
+            except AssertionError as error:
+                raise AssertionError(f"layout {layout}, {case}: {error}") from error
 
 
 def test_the_order_of_sequences_changes_nothing_but_rounding(tmp_path):

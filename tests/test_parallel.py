@@ -19,6 +19,8 @@ from tests.ranks import run_ranks
         ({"tensor_parallel": 2}, 6, 3),
         ({"data_parallel": 2}, 2, 2),
         ({"expert_parallel": 4}, 8, 8),
+        ({"tensor_parallel": 2, "context_parallel": 3, "pipeline_parallel": 2}, 24, 2),
+        ({"context_parallel": 2, "expert_parallel": 4}, 4, 2),
         ({"tensor_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": 1}, 4, 2),
     ],
 )
@@ -36,6 +38,17 @@ def test_replicas_are_what_the_processes_leave_over(layout, world_size, expected
             "model, which does not divide the 6 that were started: start 4 or 8",
         ),
         ({"tensor_parallel": 4}, 1, "that were started: start 4 (torchrun"),
+        (
+            {"tensor_parallel": 2, "context_parallel": 2},
+            6,
+            "actor.tensor_parallel 2 x actor.context_parallel 2 x actor.pipeline_parallel 1 = 4 "
+            "processes per replica of the model, which does not divide the 6 that were started",
+        ),
+        (
+            {"context_parallel": 3, "expert_parallel": 4},
+            15,
+            "needs a multiple of 12 processes, but 15 were started: start 12 or 24",
+        ),
         ({"data_parallel": 3}, 2, "= 3 processes, but 2 were started: start 3 (torchrun"),
         (
             {"tensor_parallel": 2, "expert_parallel": 4},
@@ -91,7 +104,7 @@ def describe(layout: dict):
     return place | {"ranks": ranks.tolist(), "draw": torch.rand(1).item()}
 
 
-def test_tensor_ranks_vary_fastest_then_data_then_pipeline():
+def test_tensor_ranks_vary_fastest_then_context_data_and_pipeline():
     """The example of the docstring, on the ranks that 4 processes allow."""
     places = run_ranks(4, describe, {"tensor_parallel": 2, "pipeline_parallel": 2})
     assert [(p["tp_rank"], p["dp_rank"], p["pp_rank"]) for p in places] == [
@@ -100,14 +113,14 @@ def test_tensor_ranks_vary_fastest_then_data_then_pipeline():
         (0, 0, 1),
         (1, 0, 1),
     ]
-    places = run_ranks(4, describe, {"tensor_parallel": 2})
-    assert [(p["tp_rank"], p["dp_rank"], p["pp_rank"]) for p in places] == [
+    places = run_ranks(4, describe, {"context_parallel": 2})
+    assert [(p["cp_rank"], p["dp_rank"], p["pp_rank"]) for p in places] == [
         (0, 0, 0),
         (1, 0, 0),
         (0, 1, 0),
         (1, 1, 0),
     ]
-    assert all((p["tp_size"], p["dp_size"], p["pp_size"]) == (2, 2, 1) for p in places)
+    assert all((p["cp_size"], p["dp_size"], p["pp_size"]) == (2, 2, 1) for p in places)
     assert all(p["ranks"] == [1, 2, 3, 4] and p["backend"] == "gloo" for p in places)
     assert len({p["draw"] for p in places}) == 1
 

@@ -246,6 +246,10 @@ def test_a_fitting_model_passes(model_recipe):
             "= 65 exceeds the 64 tokens that the model's context of 72 leaves",
         ),
         (["actor.micro_batch_tokens=63"], "below the longest possible sequence (64"),
+        (
+            ["actor.micro_batch_tokens=31", "actor.context_parallel=2"],
+            "actor.micro_batch_tokens (31) x actor.context_parallel (2) = 62 is below the longest",
+        ),
         (["model.path=nowhere"], "is not a directory"),
     ],
 )
