@@ -258,6 +258,11 @@ class PackedAttention(torch.nn.Module):
         queries = keys = bounds
         if self.is_split:
             group = parallel_state.get_context_parallel_group()
-            key, value, queries, keys = gather_keys(key, value, bounds, group)
+            key, value, queries, keys = gather_keys(
+                key,
+                value,
+                bounds,
+                group,  # pyright: ignore[reportArgumentType]
+            )
         out = packed_attention(query, key, value, queries, keys, self.scale, self.window)
         return out.flatten(1)
