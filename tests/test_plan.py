@@ -436,6 +436,13 @@ def test_advice_for_a_recipe_that_does_not_fit_makes_it_fit(name, overrides, gpu
         assert lay_out(again.recipe, each.nodes, 8).world_size == again.cluster.trainer_gpus
 
 
+def test_more_ranks_share_a_sequence_that_is_too_long_for_one():
+    long = ["rollout.max_response_tokens=130000", "actor.micro_batch_tokens=131024"]
+    made, config, config_path = plan("opo_7b", long)
+    advice = [each.words() for each in suggest(made, config, config_path)]
+    assert ["actor.context_parallel=2", "actor.micro_batch_tokens=65512"] in advice
+
+
 def test_the_smallest_advice_changes_one_thing():
     made, config, config_path = plan("opo_70b", ["actor.recompute=none"])
     assert suggest(made, config, config_path)[0].words() == ["actor.recompute=full"]
@@ -510,6 +517,12 @@ def test_memory_grows_and_shrinks_as_it_should(name, data, nodes):
     replicas = stages(nodes=2 * nodes)
     assert all(b.optimizer < a.optimizer for a, b in zip(here, replicas, strict=True))
     assert all(b.weights <= 1.001 * a.weights for a, b in zip(here, replicas, strict=True))
+    half = {"context_parallel": 2, "micro_batch_tokens": -(-tokens // 2)}
+    for one, shared in zip(replicas, stages(nodes=2 * nodes, **half), strict=True):
+        for held in ("weights", "gradients", "optimizer"):
+            assert getattr(shared, held) == getattr(one, held)
+        assert shared.activations <= 0.51 * one.activations
+        assert shared.workspace < one.workspace
     narrow = stages(logprob_chunk_tokens=256)
     assert all(b.total <= a.total for a, b in zip(here, narrow, strict=True))
 

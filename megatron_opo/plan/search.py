@@ -154,8 +154,8 @@ class _Search:
             yield _Change({"actor.micro_batch_tokens": tokens}, cost)
         for _ in range(MOST_SHARED):
             context, cost = 2 * context, cost + 3
-            change = {"actor.micro_batch_tokens": -(-longest // context)}
-            change |= {"actor.context_parallel": context} | self._free()
+            change = {"actor.context_parallel": context} | self._free()
+            change["actor.micro_batch_tokens"] = -(-longest // context)
             yield _Change(change, cost)
 
     def _servers(self) -> Iterator[_Change]:
