@@ -153,7 +153,7 @@ def check_pass(ranks, model, recipe, layout, step, lengths):
     masks = 4 * sum((chunks + 1) * (n // chunks) ** 2 for n in lengths) if chunks else 0
     masks *= model.architecture.layers
     assert mean - masks == pytest.approx(saved, rel=1e-4)
-    logits = activations.logits_workspace(model, layout, 16, 0.8, step)
+    logits = activations.logits_workspace(model, layout, 16, step)
     workspace = max(logits, activations.layer_workspace(model, layout, step))
     planned = activations.chunk_saved(model, layout, chunk, step) + workspace
     worst = max(rank["peak"] for rank in ranks)
