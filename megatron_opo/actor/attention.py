@@ -3,7 +3,8 @@
 Sequences of similar length share one padded call of scaled_dot_product_attention. Padding stands to
 the right of the real tokens, which a causal mask never lets look at it, so results are exact; the
 cost is linear in the number of short sequences. On CUDA in half precision torch's variable-length
-kernel takes the packed tensors as they are.
+kernel takes the packed tensors as they are. A context-parallel rank has queries of a part of each
+sequence; its chunks are sequences here, with more keys than queries.
 """
 
 from dataclasses import dataclass
@@ -148,8 +149,7 @@ def packed_attention(
         query: [T, heads, D]; of each sequence its last tokens, as many as `queries` says.
         key, value: [K, kv_heads, D]; heads is a multiple of kv_heads.
         queries: of T.
-        keys: of K, as many sequences, none shorter than its queries; the same object where all
-            tokens have a query.
+        keys: of K; as many sequences, none shorter than its queries.
         scale: of the scores; None is 1 / sqrt(D).
         window: how many tokens, its own among them, a token attends to; None is all before it.
 
