@@ -141,17 +141,13 @@ def chunk_saved(model: Model, layout: Layout, chunk: Chunk, step: Pass) -> float
     return total + rows * hidden * b  # what the next stage was sent
 
 
-def logits_workspace(
-    model: Model, layout: Layout, chunk_tokens: int, step: Pass
-) -> float:
+def logits_workspace(model: Model, layout: Layout, chunk_tokens: int, step: Pass) -> float:
     """Peak of scoring a micro-batch on the last stage, beside what its layers saved."""
     hidden, b = model.architecture.hidden, step.width
     # Gathered from the sequence-parallel ranks; and the scored rows.
     gathered = step.tokens * hidden * b if layout.sequence_parallel else 0
     vocabulary = model.embedding.on_rank(layout) // hidden
-    peak = chunked_logits_peak(
-        step.scored, hidden, vocabulary, chunk_tokens=chunk_tokens, width=b
-    )
+    peak = chunked_logits_peak(step.scored, hidden, vocabulary, chunk_tokens=chunk_tokens, width=b)
     return gathered + step.scored * hidden * b + peak
 
 
