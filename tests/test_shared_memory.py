@@ -24,7 +24,8 @@ from megatron_opo.desk import Desk
 from megatron_opo.errors import OnPolicyError, OpoError, ServerError, WeightError
 from megatron_opo.recipe import SyncConfig
 from megatron_opo.rollout import Server, SharedBucket, shared_memory
-from megatron_opo.rollout.shared_memory import SHARED_MEMORY, Entry, allocate, fill, share_one
+from megatron_opo.rollout.buckets import Entry, messages
+from megatron_opo.rollout.shared_memory import SHARED_MEMORY, Filled, allocate, share_one
 from tests.actor_cases import _step, exported, open_actor
 from tests.ranks import run_ranks
 
@@ -218,16 +219,17 @@ def test_a_buffer_on_a_gpu_is_opened_by_its_handle_and_the_gpus_own_name():
     handle, counter, event = b"handle", b"counter", b"event"
     kinds = torch.Tensor, torch.Size([900]), (1,), 0, torch.storage.TypedStorage, torch.uint8
     place = (*kinds, "GPU-7", handle, 900, 0, False, counter, 3, event, True)
-    shared = SharedBucket(900, None, [(), place], None)
+    shared = SharedBucket(450, None, [(), place], None)
     entries = [
         Entry("a", torch.bfloat16, (2, 3), 0, 12),
         Entry("b", torch.float32, (4,), 256, 272),
     ]
-    content = unpickled(shared.message(1, entries))
+    content = unpickled(shared.message(1, Filled(entries, 450, 272)))
     name, arguments = content["flattened_tensor"]
     assert name == "rebuild_cuda_tensor"
     called = signature.bind(*arguments).arguments
     assert called["tensor_size"] == (272,)
+    assert called["tensor_offset"] == 450
     assert called["tensor_stride"] == (1,)
     assert called["storage_device"] == "GPU-7"
     assert called["storage_handle"] == handle
@@ -240,29 +242,45 @@ def test_a_buffer_on_a_gpu_is_opened_by_its_handle_and_the_gpus_own_name():
     ]
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.sampled_from([torch.float32, torch.bfloat16]))))
-def test_what_is_filled_in_lies_there_apart_and_aligned_and_shapes_alone_split_alike(kinds):
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.sampled_from([torch.float32, torch.bfloat16]))),
+    st.sampled_from([1, 256]),
+    st.booleans(),
+)
+def test_messages_hold_every_weight_once_aligned_and_shapes_alone_split_alike(
+    kinds, alignment, larger_alone
+):
     weights = {f"w{i}": torch.arange(n).to(dtype) for i, (n, dtype) in enumerate(kinds)}
-    buffer, seen, messages = torch.zeros(1200, dtype=torch.uint8), [], []
-    for entries in fill(iter(weights.items()), buffer):
-        messages.append(entries)
-        end = 0
-        for entry in entries:
-            assert end <= entry.start <= entry.end <= 1200
-            assert entry.start % shared_memory.ALIGNMENT == 0
-            end = entry.end
-            found = buffer[entry.start : entry.end].view(entry.dtype).view(entry.shape)
-            assert torch.equal(found, weights[entry.name])
-            seen.append(entry.name)
+    capacity = 600 if larger_alone else 1200
+    split = partial(messages, alignment=alignment, larger_alone=larger_alone)
+    buffers = torch.zeros(2 * capacity, dtype=torch.uint8).split(capacity)
+    seen, places, before = [], [], None
+    for message in split(iter(weights.items()), buffers):
+        # The one before may still be on its way.
+        for sent in filter(None, (before, message)):
+            end = 0
+            for entry in sent.entries:
+                gap = entry.start - end
+                assert entry.start % max(alignment, entry.dtype.itemsize) == 0
+                assert 0 <= gap < alignment
+                found = sent.data[entry.start : entry.end].view(entry.dtype).view(entry.shape)
+                assert torch.equal(found, weights[entry.name])
+                end = entry.end
+            assert sent.data.numel() == end
+            assert end <= capacity or len(sent.entries) == 1
+        seen += [entry.name for entry in message.entries]
+        places.append(message.entries)
+        before = message
     assert seen == list(weights)
     shapes = ((name, torch.empty_like(t, device="meta")) for name, t in weights.items())
-    assert list(fill(shapes, torch.empty(1200, dtype=torch.uint8, device="meta"))) == messages
+    ghosts = split(shapes, [torch.empty_like(buffer, device="meta") for buffer in buffers])
+    assert [ghost.entries for ghost in ghosts] == places
 
 
-def test_a_weight_that_is_larger_than_the_buffer_is_named():
-    buffer = torch.zeros(1200, dtype=torch.uint8)
+def test_a_weight_that_is_larger_than_a_buffer_is_named():
+    buffers = torch.zeros(2400, dtype=torch.uint8).split(1200)
     with pytest.raises(WeightError, match=r"big: has 1204 bytes.*raise sync\.bucket_mb"):
-        list(fill(iter([("big", torch.zeros(301))]), buffer))
+        list(messages(iter([("big", torch.zeros(301))]), buffers, alignment=256))
 
 
 def test_shared_memory_that_is_too_small_is_told_before_it_is_written_to():
@@ -283,9 +301,10 @@ def test_servers_that_share_no_memory_with_the_trainer_are_refused(server):
 
 TRAINER = """
 import sys, time, torch
-from megatron_opo.rollout.shared_memory import Entry, share_one
+from megatron_opo.rollout.shared_memory import share_one
 shared = share_one(1000, torch.device("cpu"))
-shared.publish([Entry("w", torch.uint8, (10,), 0, 10)], readers=3)
+(filled,) = shared.fill(iter([("w", torch.zeros(10))]))
+shared.publish(filled, readers=3)
 print("ready", flush=True)
 time.sleep(600)
 """

@@ -1,7 +1,8 @@
 """Weights on their way out: checked, cast, and grouped into messages."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
@@ -37,7 +38,8 @@ def sendable(weights: Weights, dtype: torch.dtype, device: str) -> Weights:
         seen.add(name)
         tensor = tensor.detach()
         if tensor.is_floating_point():
-            if not torch.isfinite(tensor).all():
+            # Of a NaN, both are NaN; isfinite would write as many truth values.
+            if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
                 raise WeightError(
                     f"{name}: holds values that are not finite; the last optimizer step broke it, "
                     "so nothing may be sampled from it. Lower optimizer.lr or resume earlier"
@@ -59,3 +61,72 @@ def buckets(weights: Weights, limit_bytes: int) -> Iterator[Bucket]:
         bucket.append((name, tensor))
         size += tensor.nbytes
     yield bucket
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One weight in a buffer: bytes `start` to `end`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """Weights that lie in one buffer; `data` [bytes] uint8 from its start to the last one's end."""
+
+    entries: list[Entry]
+    data: torch.Tensor
+
+
+def messages(
+    weights: Weights,
+    buffers: Sequence[torch.Tensor],
+    *,
+    alignment: int,
+    larger_alone: bool = False,
+) -> Generator[Message]:
+    """Copy weights into the buffers in turn, into each as many as fit.
+
+    A buffer is written to again when the message that comes before its next one has been asked for:
+    of two buffers, one can be sent while the other is filled. The same names, dtypes and shapes are
+    split alike, whatever the device.
+
+    Args:
+        buffers: each [capacity] uint8.
+        alignment: bytes; each weight begins at a multiple of it. With 1 they lie without gaps.
+        larger_alone: a tensor larger than a buffer is a message of its own, where it lies.
+
+    Raises:
+        WeightError: without `larger_alone`, a tensor is larger than a buffer.
+    """
+    turns = cycle(buffers)
+    buffer = next(turns)
+    entries: list[Entry] = []
+    end = 0
+    for name, tensor in weights:
+        if larger_alone and tensor.nbytes > buffer.numel():
+            if entries:
+                yield Message(entries, buffer[:end])
+                entries, end, buffer = [], 0, next(turns)
+            entry = Entry(name, tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes)
+            yield Message([entry], tensor.contiguous().view(-1).view(torch.uint8))
+            continue
+        if tensor.nbytes > buffer.numel():
+            raise WeightError(
+                f"{name}: has {tensor.nbytes} bytes, but the buffer for the servers only "
+                f"{buffer.numel()}; raise sync.bucket_mb"
+            )
+        start = -(-end // alignment) * alignment
+        # What receives them views them where they lie, so a wider dtype may need a new beginning.
+        if start + tensor.nbytes > buffer.numel() or start % tensor.element_size():
+            yield Message(entries, buffer[:end])
+            entries, start, buffer = [], 0, next(turns)
+        end = start + tensor.nbytes
+        buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start, end))
+    if entries:
+        yield Message(entries, buffer[:end])

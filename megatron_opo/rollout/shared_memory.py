@@ -1,9 +1,9 @@
 """Weights for servers on the trainer's own nodes: through memory that both sides map.
 
 Each node has one buffer, which its lowest trainer rank (its leader) holds: CUDA memory that servers
-open by its IPC handle, or on the CPU a file in /dev/shm. Rank 0 fills its own with as many weights
-as fit, broadcasts that to the other leaders, tells every server where the tensors lie, and goes on
-with the next ones when all have loaded them.
+open by its IPC handle, or on the CPU a file in /dev/shm. Rank 0 fills half of its own with as many
+weights as fit, broadcasts that to the other leaders, and tells every server where the tensors lie.
+While these load them the other half is filled.
 
 A server opens the buffer for each message anew and lets go of it before it answers.
 """
@@ -13,7 +13,7 @@ import base64
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from megatron_opo.errors import ServerError, WeightError
-from megatron_opo.rollout.buckets import Weights
+from megatron_opo.rollout.buckets import Entry, Weights, messages
 from megatron_opo.rollout.process import Server
 
 # Of the start of each tensor, for kernels that load several values at once.
@@ -36,21 +36,20 @@ DEVICE_ARGUMENT = 6
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One weight in a buffer: bytes `start` to `end`."""
+class Filled:
+    """Weights in `size` bytes of a buffer from `start`. Without the buffer itself, whose memory is
+    not given back while anyone refers to it, be it the traceback of an error."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    entries: list[Entry]
     start: int
-    end: int
+    size: int
 
 
 class SharedBucket:
     """The buffers of all nodes; every trainer rank has such an object, rank 0 sends.
 
-    Between two calls of `stop` rank 0 sends any number of messages; the other ranks take part by
-    one call of `follow`.
+    Between two calls of `stop` rank 0 publishes any number of times what `fill` makes; the other
+    ranks take part by one call of `follow`.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class SharedBucket:
         """Use `share_one` or `share_over_nodes`.
 
         Args:
-            capacity: bytes of each buffer.
-            buffer: this rank's; [capacity] uint8, None if it leads no node.
+            capacity: bytes of each half of a buffer.
+            buffer: this rank's; [2 * capacity] uint8, None if it leads no node.
             places: what opens the buffer of each node, by `describe`.
             leaders: a group of the leaders, rank 0 first, that takes CPU tensors and tensors where
                 the buffers are; None if there is one node.
@@ -76,17 +75,17 @@ class SharedBucket:
         self._stopping: dist.Work | None = None
         atexit.register(self.close)
 
-    def fill(self, weights: Weights) -> Iterator[list[Entry]]:
-        """Rank 0: copy the weights into the buffer, as many at a time as fit; where they lie.
+    def fill(self, weights: Weights) -> Generator[Filled]:
+        """Rank 0: copy the weights into the halves of its buffer in turn; see `buckets.messages`.
 
         Raises:
-            WeightError: a tensor is larger than the buffer.
+            WeightError: a tensor is larger than half of the buffer.
         """
         assert self._buffer is not None
-        return fill(weights, self._buffer)
+        return _filled(weights, self._buffer, self.capacity)
 
-    def publish(self, entries: Sequence[Entry], readers: int) -> None:
-        """Rank 0: make what was filled in readable on every node.
+    def publish(self, filled: Filled, readers: int) -> None:
+        """Rank 0: make it readable on every node.
 
         Args:
             readers: server ranks on the node that has most of them.
@@ -94,7 +93,7 @@ class SharedBucket:
         if self._leaders is not None:
             self._wait_until_stopped()
             dist.broadcast(torch.tensor([readers]), 0, group=self._leaders)
-        self._hold_ready(entries, readers)
+        self._hold_ready(filled, readers)
 
     def stop(self) -> None:
         """Rank 0: nothing more is sent for now. Does not wait for the other ranks, which may have
@@ -113,20 +112,21 @@ class SharedBucket:
         """
         if self._buffer is None or self._leaders is None:
             return
-        messages = fill(shapes, torch.empty_like(self._buffer, device="meta"))
+        nowhere = torch.empty_like(self._buffer, device="meta")
+        steps = _filled(shapes, nowhere, self.capacity)
         while True:
-            entries = next(messages, [])
+            filled = next(steps, None)
             readers = torch.zeros(1, dtype=torch.int64)
             dist.broadcast(readers, 0, group=self._leaders)
-            if readers.item() == STOP:
+            if readers.item() == STOP or filled is None:
                 return
-            self._hold_ready(entries, int(readers))
+            self._hold_ready(filled, int(readers))
 
-    def message(self, node: int, entries: Sequence[Entry]) -> str:
+    def message(self, node: int, filled: Filled) -> str:
         """What a server of that node is sent for each of its ranks: base64 of a pickle that opens
         the buffer and names the tensors in it, in SGLang's format "flattened_bucket"."""
         content = {
-            "flattened_tensor": opened(self._places[node], entries[-1].end),
+            "flattened_tensor": opened(self._places[node], filled.start, filled.size),
             "metadata": [
                 SimpleNamespace(
                     name=entry.name,
@@ -136,7 +136,7 @@ class SharedBucket:
                     end_idx=entry.end,
                     numel=entry.end - entry.start,
                 )
-                for entry in entries
+                for entry in filled.entries
             ],
         }
         return base64.b64encode(pickle.dumps(content)).decode()
@@ -170,11 +170,12 @@ class SharedBucket:
             self._stopping.wait()
             self._stopping = None
 
-    def _hold_ready(self, entries: Sequence[Entry], readers: int) -> None:
-        """Returns when the message lies in every leader's buffer and may be read there."""
+    def _hold_ready(self, filled: Filled, readers: int) -> None:
+        """Returns when the weights lie in every leader's buffer and may be read there."""
         assert self._buffer is not None
         if self._leaders is not None:
-            dist.broadcast(self._buffer[: entries[-1].end], 0, group=self._leaders)
+            part = self._buffer[filled.start : filled.start + filled.size]
+            dist.broadcast(part, 0, group=self._leaders)
         if self._buffer.is_cuda:
             torch.cuda.current_stream().synchronize()
         else:
@@ -185,32 +186,11 @@ class SharedBucket:
             dist.all_reduce(torch.zeros(1), group=self._leaders)
 
 
-def fill(weights: Weights, buffer: torch.Tensor) -> Iterator[list[Entry]]:
-    """Copy weights into `buffer` [capacity] (uint8), as many at a time as fit; where they lie.
-
-    The same names, dtypes and shapes are split alike, whatever the device.
-
-    Raises:
-        WeightError: a tensor is larger than the buffer.
-    """
-    capacity = buffer.numel()
-    entries: list[Entry] = []
-    end = 0
-    for name, tensor in weights:
-        if tensor.nbytes > capacity:
-            raise WeightError(
-                f"{name}: has {tensor.nbytes} bytes, but the buffer for the servers only "
-                f"{capacity}; raise sync.bucket_mb"
-            )
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if start + tensor.nbytes > capacity:
-            yield entries
-            entries, start = [], 0
-        end = start + tensor.nbytes
-        buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start, end))
-    if entries:
-        yield entries
+def _filled(weights: Weights, buffer: torch.Tensor, capacity: int) -> Generator[Filled]:
+    for message in messages(weights, buffer.split(capacity), alignment=ALIGNMENT):
+        filled = Filled(message.entries, message.data.storage_offset(), message.data.numel())
+        del message  # it refers to the buffer
+        yield filled
 
 
 def share_one(capacity: int, device: torch.device) -> SharedBucket:
@@ -219,7 +199,8 @@ def share_one(capacity: int, device: torch.device) -> SharedBucket:
     Raises:
         WeightError: there is not enough shared memory.
     """
-    buffer = allocate(capacity, device)
+    capacity = aligned(capacity)
+    buffer = allocate(2 * capacity, device)
     return SharedBucket(capacity, buffer, [describe(buffer)], None)
 
 
@@ -234,12 +215,13 @@ def share_over_nodes(
     Raises:
         WeightError: on all ranks alike, if a node has not enough shared memory.
     """
+    capacity = aligned(capacity)
     leaders = range(0, dist.get_world_size(), ranks_per_node)
     rank, node = dist.get_rank(), dist.get_rank() // ranks_per_node
     buffer, place, problem = None, None, None
     if rank in leaders:
         try:
-            buffer = allocate(capacity, device)
+            buffer = allocate(2 * capacity, device)
             place = describe(buffer)
         except (WeightError, RuntimeError) as error:
             problem = f"node {node} (rank {rank}): {error}"
@@ -254,6 +236,10 @@ def share_over_nodes(
     return SharedBucket(capacity, buffer, [answers[leader][0] for leader in leaders], group)
 
 
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def allocate(capacity: int, device: torch.device) -> torch.Tensor:
     """[capacity] uint8, which other processes of this machine can open.
 
@@ -266,8 +252,8 @@ def allocate(capacity: int, device: torch.device) -> torch.Tensor:
     if free < capacity:
         raise WeightError(
             f"sync.transport is shared_memory, but {SHARED_MEMORY} has {free / 2**20:.0f} MiB "
-            f"free of the {capacity / 2**20:.0f} MiB that sync.bucket_mb (or the largest weight) "
-            "takes; give the container more (docker --shm-size, apptainer --bind), lower "
+            f"free of the {capacity / 2**20:.0f} MiB that twice sync.bucket_mb (or the largest "
+            "weight) takes; give the container more (docker --shm-size, apptainer --bind), lower "
             "sync.bucket_mb, or use sync.transport=distributed"
         )
     storage = torch.UntypedStorage._new_using_filename_cpu(capacity)
@@ -304,11 +290,11 @@ class Call:
         return self._call
 
 
-def opened(place: Sequence[Any], size: int) -> Call:
-    """The first `size` bytes of a buffer, in the process that unpickles this."""
+def opened(place: Sequence[Any], start: int, size: int) -> Call:
+    """`size` bytes of a buffer from `start`, in the process that unpickles this."""
     if len(place) > 3:
-        tensor, _, stride, *rest = place
-        return Call(reductions.rebuild_cuda_tensor, tensor, (size,), stride, *rest)
+        tensor, _, stride, first, *rest = place
+        return Call(reductions.rebuild_cuda_tensor, tensor, (size,), stride, first + start, *rest)
     storage = Call(reductions.rebuild_storage_filename, torch.UntypedStorage, *place)
     typed = Call(reductions.rebuild_typed_storage, storage, torch.uint8)
-    return Call(reductions.rebuild_tensor, torch.Tensor, typed, (0, (size,), (1,), False))
+    return Call(reductions.rebuild_tensor, torch.Tensor, typed, (start, (size,), (1,), False))

@@ -11,9 +11,11 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 import torch
@@ -22,7 +24,15 @@ from safetensors.torch import save_file
 
 from megatron_opo.errors import ServerError, WeightError
 from megatron_opo.recipe import ModelConfig, SyncConfig
-from megatron_opo.rollout.buckets import Bucket, Progress, Weights, buckets, sendable
+from megatron_opo.rollout.buckets import (
+    Bucket,
+    Message,
+    Progress,
+    Weights,
+    buckets,
+    messages,
+    sendable,
+)
 from megatron_opo.rollout.checksum import ExpectedChecksums
 from megatron_opo.rollout.group import (
     Placement,
@@ -34,8 +44,10 @@ from megatron_opo.rollout.group import (
     together,
 )
 from megatron_opo.rollout.process import Server
-from megatron_opo.rollout.shared_memory import SharedBucket
+from megatron_opo.rollout.shared_memory import Filled, SharedBucket
 from megatron_opo.rollout.wire import all_of, call, call_all
+
+T = TypeVar("T")
 
 UPDATING = "updating"
 FLUSH_TIMEOUT_S = 60.0
@@ -66,27 +78,24 @@ async def ask_placement(
     return Placement(devices.pop(), tuple(int(info["tp_size"]) for info in infos))
 
 
-async def send_bucket(
+async def send_message(
     session: aiohttp.ClientSession,
     servers: list[Server],
     group: WeightGroup,
-    bucket: list[tuple[str, torch.Tensor]],
+    message: Message,
     timeout_s: float,
 ) -> None:
-    """Broadcast one bucket as one message while every server loads it."""
-    # The receiver views slices of one byte buffer, which need the alignment of the widest dtype.
-    bucket = sorted(bucket, key=lambda item: -item[1].element_size())
-    flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
+    """Broadcast it while every server loads it."""
     body = {
-        "names": [name for name, _ in bucket],
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-        "shapes": [list(tensor.shape) for _, tensor in bucket],
+        "names": [entry.name for entry in message.entries],
+        "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in message.entries],
+        "shapes": [list(entry.shape) for entry in message.entries],
         "group_name": group.name,
         "load_format": "flattened_bucket",
         "flush_cache": False,
     }
     await together(
-        in_thread(lambda: group.broadcast(flat)),
+        in_thread(lambda: group.broadcast(message.data)),
         *(
             call(
                 session,
@@ -98,6 +107,28 @@ async def send_bucket(
             for server in servers
         ),
     )
+
+
+async def each_ahead(parts: Iterator[Message], send: Callable[[Message], Awaitable[None]]) -> None:
+    """Send them one after the other; while one is sent the next is made, in a thread."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def make() -> T | None:
+        # Which device is the current one is each thread's own matter.
+        with torch.cuda.device(device) if device is not None else nullcontext():
+            return next(parts, None)
+
+    making = asyncio.ensure_future(in_thread(make))
+    try:
+        while (part := await making) is not None:
+            making = asyncio.ensure_future(in_thread(make))
+            await send(part)
+    finally:
+        # Whoever goes on with the iterator after an error cannot while it runs.
+        await asyncio.wait([making])
+        if not making.cancelled():
+            making.exception()  # or asyncio would complain that nobody looked
+        parts.close()
 
 
 async def open_update(
@@ -307,13 +338,13 @@ class WeightSync:
         if self._config.transport == "shared_memory":
             await self._by_shared_memory(session, servers, placement, weights)
             return
-        parts = buckets(weights, self._config.bucket_mb * 2**20)
         if self._config.transport == "disk":
+            parts = buckets(weights, self._config.bucket_mb * 2**20)
             await self._by_disk(session, servers, parts, version)
         else:
-            await self._by_broadcast(session, servers, placement, parts)
+            await self._by_broadcast(session, servers, placement, weights)
 
-    async def _by_broadcast(self, session, servers, placement, parts: Iterator[Bucket]) -> None:
+    async def _by_broadcast(self, session, servers, placement, weights: Weights) -> None:
         # Kept only after success: a group in which a send failed may hold a stuck message.
         group, self._group = self._group, None
         if group is not None and servers != self._members:
@@ -324,8 +355,14 @@ class WeightSync:
         name = group.name
         try:
             await begin_session(session, servers, self._timeout_s)
-            for bucket in parts:
-                await send_bucket(session, servers, group, bucket, self._timeout_s)
+            capacity = self._config.bucket_mb * 2**20
+            buffers = [
+                torch.empty(capacity, dtype=torch.uint8, device=placement.device) for _ in range(2)
+            ]
+            parts = messages(weights, buffers, alignment=1, larger_alone=True)
+            await each_ahead(
+                parts, lambda part: send_message(session, servers, group, part, self._timeout_s)
+            )
             await call_all(session, servers, "/end_weight_update", {}, timeout_s=self._timeout_s)
         except BaseException:
             del group
@@ -342,9 +379,10 @@ class WeightSync:
         for server, count in ranks.items():
             ranks_by_node[server.node] += count
         await begin_session(session, servers, timeout_s)
-        for entries in shared.fill(weights):
-            shared.publish(entries, max(ranks_by_node.values()))
-            messages = {node: shared.message(node, entries) for node in ranks_by_node}
+
+        async def send(filled: Filled) -> None:
+            shared.publish(filled, max(ranks_by_node.values()))
+            messages = {node: shared.message(node, filled) for node in ranks_by_node}
             await asyncio.gather(
                 *(
                     call(
@@ -361,6 +399,8 @@ class WeightSync:
                     for server, count in ranks.items()
                 )
             )
+
+        await each_ahead(shared.fill(weights), send)
         await call_all(session, servers, "/end_weight_update", {}, timeout_s=timeout_s)
 
     async def _by_disk(self, session, servers, parts: Iterator[Bucket], version: int) -> None:
