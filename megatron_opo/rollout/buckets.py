@@ -88,7 +88,7 @@ def messages(
     *,
     alignment: int,
     larger_alone: bool = False,
-) -> Generator[Message]:
+) -> Generator[Message, None, None]:
     """Copy weights into the buffers in turn, into each as many as fit.
 
     A buffer is written to again when the message that comes before its next one has been asked for:

@@ -75,7 +75,7 @@ class SharedBucket:
         self._stopping: dist.Work | None = None
         atexit.register(self.close)
 
-    def fill(self, weights: Weights) -> Generator[Filled]:
+    def fill(self, weights: Weights) -> Generator[Filled, None, None]:
         """Rank 0: copy the weights into the halves of its buffer in turn; see `buckets.messages`.
 
         Raises:
@@ -186,9 +186,9 @@ class SharedBucket:
             dist.all_reduce(torch.zeros(1), group=self._leaders)
 
 
-def _filled(weights: Weights, buffer: torch.Tensor, capacity: int) -> Generator[Filled]:
+def _filled(weights: Weights, buffer: torch.Tensor, capacity: int) -> Generator[Filled, None, None]:
     for message in messages(weights, buffer.split(capacity), alignment=ALIGNMENT):
-        filled = Filled(message.entries, message.data.storage_offset(), message.data.numel())
+        filled = Filled(message.entries, int(message.data.storage_offset()), message.data.numel())
         del message  # it refers to the buffer
         yield filled
 

@@ -109,7 +109,7 @@ async def send_message(
     )
 
 
-async def each_ahead(parts: Iterator[Message], send: Callable[[Message], Awaitable[None]]) -> None:
+async def each_ahead(parts: Generator[T, None, None], send: Callable[[T], Awaitable[None]]) -> None:
     """Send them one after the other; while one is sent the next is made, in a thread."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
