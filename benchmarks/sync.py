@@ -28,7 +28,7 @@ from convert import architecture_of, make_model
 
 from megatron_opo.recipe import ModelConfig, RolloutConfig, SyncConfig
 from megatron_opo.rollout import Rollout, Server, launch_servers, wait_healthy
-from megatron_opo.rollout.shared_memory import SharedBucket, share_one
+from megatron_opo.rollout.shared_memory import SharedBucket, parts_of, share_one
 from megatron_opo.weights.checkpoint import open_checkpoint
 
 BAR = 0.7
@@ -142,7 +142,7 @@ def measure(
     flat = torch.cat([tensor.view(torch.uint8).flatten() for tensor in weights.values()])
     bucket = bucket_mb * 2**20
     largest = max(tensor.nbytes for tensor in weights.values())
-    shared = share_one(max(bucket, largest), torch.device("cpu"))
+    shared = share_one(parts_of(bucket, largest), torch.device("cpu"))
     with (
         closing(shared),
         server_of(model, directory) as (config, server),

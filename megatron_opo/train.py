@@ -33,7 +33,7 @@ from megatron_opo.model_fit import check_model
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.recipe import Recipe
-from megatron_opo.rollout import SharedBucket, SyncStats, share_over_nodes
+from megatron_opo.rollout import SharedBucket, SyncStats, parts_of, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver, DriverFailed
 from megatron_opo.update import phase, take_step
@@ -247,9 +247,9 @@ def open_shared_bucket(recipe: Recipe, hf_config: dict, parallel: Parallel) -> S
     if recipe.transport(parallel.device.type) != "shared_memory":
         return None
     largest = largest_tensor(hf_config) * getattr(torch, recipe.model.dtype).itemsize
-    capacity = max(recipe.sync.bucket_mb * 2**20, largest)
+    parts = parts_of(recipe.sync.bucket_mb * 2**20, largest)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world_size))
-    return share_over_nodes(capacity, parallel.device, ranks_per_node, parallel.control)
+    return share_over_nodes(parts, parallel.device, ranks_per_node, parallel.control)
 
 
 def has_other_start(recipe: Recipe) -> bool:

@@ -205,7 +205,9 @@ MESSAGES = {
 @pytest.mark.parametrize("transport", MESSAGES)
 def test_a_server_that_is_lost_on_the_way_is_left_out_and_comes_back(qwen_pool, transport):
     """It answers nothing any more from the first or second message on."""
-    shared = share_one(2**20, torch.device("cpu")) if transport == "shared_memory" else None
+    shared = (
+        share_one((2**20, 2**20), torch.device("cpu")) if transport == "shared_memory" else None
+    )
     messages = []
 
     def vanish(path, _):

@@ -44,7 +44,7 @@ def left_behind(pid: int) -> list[str]:
 
 def test_servers_of_one_and_of_two_ranks_read_several_messages(qwen_pool, llama_pool):
     for pool, checksums in ((qwen_pool, 2 * (4 * 8 + 2)), (llama_pool, 2 * (4 * 6 + 3))):
-        shared = share_one(MIB, CPU)
+        shared = share_one((MIB, MIB), CPU)
         rollout = pool.rollout(sync=SHARED, shared=shared)
         for seed in (1, 2):
             weights = perturbed(pool.weights(), seed)
@@ -69,7 +69,7 @@ def test_a_message_that_fails_leaves_servers_that_the_next_sync_puts_right(qwen_
         fails = path == UPDATE and seen.count(UPDATE) == 3
         return (400, b'{"success": false, "message": "refused by the test"}') if fails else None
 
-    shared, version = share_one(MIB, CPU), qwen_pool.next_version()
+    shared, version = share_one((MIB, MIB), CPU), qwen_pool.next_version()
     with FaultyProxy(qwen_pool.servers[1].url, plan=plan) as proxy:
         rollout = qwen_pool.rollout(
             [qwen_pool.servers[0], proxy.server], sync=SHARED, shared=shared
@@ -87,7 +87,7 @@ def test_a_message_that_fails_leaves_servers_that_the_next_sync_puts_right(qwen_
 
 def test_released_servers_sample_again_only_from_new_weights(qwen_pool, llama_pool):
     for pool in (qwen_pool, llama_pool):
-        shared, weights = share_one(MIB, CPU), perturbed(pool.weights(), 4)
+        shared, weights = share_one((MIB, MIB), CPU), perturbed(pool.weights(), 4)
         rollout = pool.rollout(sync=SHARED, shared=shared)
         rollout.sync(iter(pool.weights().items()), pool.next_version())
         rollout.release()
@@ -219,7 +219,7 @@ def test_a_buffer_on_a_gpu_is_opened_by_its_handle_and_the_gpus_own_name():
     handle, counter, event = b"handle", b"counter", b"event"
     kinds = torch.Tensor, torch.Size([900]), (1,), 0, torch.storage.TypedStorage, torch.uint8
     place = (*kinds, "GPU-7", handle, 900, 0, False, counter, 3, event, True)
-    shared = SharedBucket(450, None, [(), place], None)
+    shared = SharedBucket((450, 450), None, [(), place], None)
     entries = [
         Entry("a", torch.bfloat16, (2, 3), 0, 12),
         Entry("b", torch.float32, (4,), 256, 272),
@@ -251,9 +251,9 @@ def test_messages_hold_every_weight_once_aligned_and_shapes_alone_split_alike(
     kinds, alignment, larger_alone
 ):
     weights = {f"w{i}": torch.arange(n).to(dtype) for i, (n, dtype) in enumerate(kinds)}
-    capacity = 600 if larger_alone else 1200
+    sizes = (600, 600) if larger_alone else (1200, 500)
     split = partial(messages, alignment=alignment, larger_alone=larger_alone)
-    buffers = torch.zeros(2 * capacity, dtype=torch.uint8).split(capacity)
+    buffers = torch.zeros(sum(sizes), dtype=torch.uint8).split(sizes)
     seen, places, before = [], [], None
     for message in split(iter(weights.items()), buffers):
         # The one before may still be on its way.
@@ -267,7 +267,7 @@ def test_messages_hold_every_weight_once_aligned_and_shapes_alone_split_alike(
                 assert torch.equal(found, weights[entry.name])
                 end = entry.end
             assert sent.data.numel() == end
-            assert end <= capacity or len(sent.entries) == 1
+            assert end <= sizes[0] or len(sent.entries) == 1
         seen += [entry.name for entry in message.entries]
         places.append(message.entries)
         before = message
@@ -294,7 +294,7 @@ def test_shared_memory_that_is_too_small_is_told_before_it_is_written_to():
     ids=["on a node without trainers", "given by its URL"],
 )
 def test_servers_that_share_no_memory_with_the_trainer_are_refused(server):
-    shared = SharedBucket(1, None, [()], None)
+    shared = SharedBucket((1, 1), None, [()], None)
     with pytest.raises(ServerError, match=r"server 1 .* shares no memory .*; use distributed"):
         shared.check_reach([server], lambda url: "127.0.0.1" in url)
 
@@ -302,7 +302,7 @@ def test_servers_that_share_no_memory_with_the_trainer_are_refused(server):
 TRAINER = """
 import sys, time, torch
 from megatron_opo.rollout.shared_memory import share_one
-shared = share_one(1000, torch.device("cpu"))
+shared = share_one((1024, 1024), torch.device("cpu"))
 (filled,) = shared.fill(iter([("w", torch.zeros(10))]))
 shared.publish(filled, readers=3)
 print("ready", flush=True)

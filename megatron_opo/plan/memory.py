@@ -118,7 +118,8 @@ def bucket_bytes(model: Model, recipe: Recipe) -> int:
     if recipe.transport("cuda") != "shared_memory":
         return 0
     largest = model.architecture.largest_tensor() * BYTES[recipe.model.dtype]
-    return max(recipe.sync.bucket_mb * 2**20, largest)
+    bucket = recipe.sync.bucket_mb * 2**20
+    return max(bucket, largest) + bucket
 
 
 def leads_a_node(layout: Layout, stage: int, gpus_per_node: int) -> bool:

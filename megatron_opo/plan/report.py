@@ -22,7 +22,7 @@ UPDATE_ROWS = (
     ("activations", "activations of micro-batches in flight"),
     ("workspace", "logits, recomputation, gradients of a layer"),
     ("reserve", "CUDA, NCCL, fragmentation"),
-    ("bucket", "weights for the node's servers, in shared memory"),
+    ("bucket", "two messages of weights for the node's servers"),
     ("server", "servers, which keep their memory"),
 )
 

@@ -5,7 +5,7 @@ from megatron_opo.rollout.keeper import ServersLostError
 from megatron_opo.rollout.process import Server, close_servers, follow
 from megatron_opo.rollout.requests import RolloutStats
 from megatron_opo.rollout.server import launch_servers, wait_healthy
-from megatron_opo.rollout.shared_memory import SharedBucket, share_over_nodes
+from megatron_opo.rollout.shared_memory import SharedBucket, parts_of, share_over_nodes
 from megatron_opo.rollout.sync import SyncStats
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "close_servers",
     "follow",
     "launch_servers",
+    "parts_of",
     "share_over_nodes",
     "wait_healthy",
 ]

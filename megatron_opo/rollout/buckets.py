@@ -91,40 +91,43 @@ def messages(
 ) -> Generator[Message, None, None]:
     """Copy weights into the buffers in turn, into each as many as fit.
 
-    A buffer is written to again when the message that comes before its next one has been asked for:
-    of two buffers, one can be sent while the other is filled. The same names, dtypes and shapes are
-    split alike, whatever the device.
+    Whoever asks for a message has sent all that were given out but the last one: while that is
+    sent, another buffer is filled. A message may be empty, where that is what has to be waited for.
+    The same names, dtypes and shapes are split alike, whatever the device.
 
     Args:
-        buffers: each [capacity] uint8.
+        buffers: two, each [capacity] uint8, the largest one first.
         alignment: bytes; each weight begins at a multiple of it. With 1 they lie without gaps.
         larger_alone: a tensor larger than a buffer is a message of its own, where it lies.
 
     Raises:
-        WeightError: without `larger_alone`, a tensor is larger than a buffer.
+        WeightError: without `larger_alone`, a tensor is larger than the buffers.
     """
     turns = cycle(buffers)
-    buffer = next(turns)
+    buffer, largest = next(turns), buffers[0].numel()
     entries: list[Entry] = []
     end = 0
     for name, tensor in weights:
-        if larger_alone and tensor.nbytes > buffer.numel():
-            if entries:
-                yield Message(entries, buffer[:end])
-                entries, end, buffer = [], 0, next(turns)
-            entry = Entry(name, tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes)
-            yield Message([entry], tensor.contiguous().view(-1).view(torch.uint8))
-            continue
-        if tensor.nbytes > buffer.numel():
-            raise WeightError(
-                f"{name}: has {tensor.nbytes} bytes, but the buffer for the servers only "
-                f"{buffer.numel()}; raise sync.bucket_mb"
-            )
         start = -(-end // alignment) * alignment
         # What receives them views them where they lie, so a wider dtype may need a new beginning.
-        if start + tensor.nbytes > buffer.numel() or start % tensor.element_size():
+        if entries and (
+            start + tensor.nbytes > buffer.numel() or start % tensor.element_size() != 0
+        ):
             yield Message(entries, buffer[:end])
             entries, start, buffer = [], 0, next(turns)
+        if tensor.nbytes > largest:
+            if not larger_alone:
+                raise WeightError(
+                    f"{name}: has {tensor.nbytes} bytes, but the buffer for the servers only "
+                    f"{largest}; raise sync.bucket_mb"
+                )
+            entry = Entry(name, tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes)
+            yield Message([entry], tensor.contiguous().view(-1).view(torch.uint8))
+            end = 0
+            continue
+        if tensor.nbytes > buffer.numel():
+            yield Message([], buffer[:0])
+            buffer = next(turns)
         end = start + tensor.nbytes
         buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start, end))

@@ -1,9 +1,9 @@
 """Weights for servers on the trainer's own nodes: through memory that both sides map.
 
 Each node has one buffer, which its lowest trainer rank (its leader) holds: CUDA memory that servers
-open by its IPC handle, or on the CPU a file in /dev/shm. Rank 0 fills half of its own with as many
-weights as fit, broadcasts that to the other leaders, and tells every server where the tensors lie.
-While these load them the other half is filled.
+open by its IPC handle, or on the CPU a file in /dev/shm. It has two parts. Rank 0 fills one with as
+many weights as fit, broadcasts that to the other leaders, and tells every server where the tensors
+lie. While these load them the other part is filled.
 
 A server opens the buffer for each message anew and lets go of it before it answers.
 """
@@ -54,7 +54,7 @@ class SharedBucket:
 
     def __init__(
         self,
-        capacity: int,
+        parts: tuple[int, int],
         buffer: torch.Tensor | None,
         places: Sequence[Any],
         leaders: dist.ProcessGroup | None,
@@ -62,13 +62,13 @@ class SharedBucket:
         """Use `share_one` or `share_over_nodes`.
 
         Args:
-            capacity: bytes of each half of a buffer.
-            buffer: this rank's; [2 * capacity] uint8, None if it leads no node.
+            parts: bytes of each part of a buffer; see `parts_of`.
+            buffer: this rank's; [sum(parts)] uint8, None if it leads no node.
             places: what opens the buffer of each node, by `describe`.
             leaders: a group of the leaders, rank 0 first, that takes CPU tensors and tensors where
                 the buffers are; None if there is one node.
         """
-        self.capacity = capacity
+        self._parts = parts
         self._buffer = buffer
         self._places = places
         self._leaders = leaders
@@ -76,13 +76,13 @@ class SharedBucket:
         atexit.register(self.close)
 
     def fill(self, weights: Weights) -> Generator[Filled, None, None]:
-        """Rank 0: copy the weights into the halves of its buffer in turn; see `buckets.messages`.
+        """Rank 0: copy the weights into the parts of its buffer in turn; see `buckets.messages`.
 
         Raises:
-            WeightError: a tensor is larger than half of the buffer.
+            WeightError: a tensor is larger than the larger part.
         """
         assert self._buffer is not None
-        return _filled(weights, self._buffer, self.capacity)
+        return _filled(weights, self._buffer, self._parts)
 
     def publish(self, filled: Filled, readers: int) -> None:
         """Rank 0: make it readable on every node.
@@ -113,9 +113,9 @@ class SharedBucket:
         if self._buffer is None or self._leaders is None:
             return
         nowhere = torch.empty_like(self._buffer, device="meta")
-        steps = _filled(shapes, nowhere, self.capacity)
+        steps = _filled(shapes, nowhere, self._parts)
         while True:
-            filled = next(steps, None)
+            filled = next((each for each in steps if each.entries), None)
             readers = torch.zeros(1, dtype=torch.int64)
             dist.broadcast(readers, 0, group=self._leaders)
             if readers.item() == STOP or filled is None:
@@ -186,42 +186,54 @@ class SharedBucket:
             dist.all_reduce(torch.zeros(1), group=self._leaders)
 
 
-def _filled(weights: Weights, buffer: torch.Tensor, capacity: int) -> Generator[Filled, None, None]:
-    for message in messages(weights, buffer.split(capacity), alignment=ALIGNMENT):
+def _filled(
+    weights: Weights, buffer: torch.Tensor, parts: tuple[int, int]
+) -> Generator[Filled, None, None]:
+    for message in messages(weights, buffer.split(parts), alignment=ALIGNMENT):
         filled = Filled(message.entries, int(message.data.storage_offset()), message.data.numel())
         del message  # it refers to the buffer
         yield filled
 
 
-def share_one(capacity: int, device: torch.device) -> SharedBucket:
+def parts_of(bucket: int, largest: int) -> tuple[int, int]:
+    """Bytes of a buffer's parts: each holds `bucket` bytes of weights, the first any weight."""
+    return _aligned(max(bucket, largest)), _aligned(bucket)
+
+
+def share_one(parts: tuple[int, int], device: torch.device) -> SharedBucket:
     """For a trainer of a single process, or of one node.
+
+    Args:
+        parts: see `parts_of`.
 
     Raises:
         WeightError: there is not enough shared memory.
     """
-    capacity = aligned(capacity)
-    buffer = allocate(2 * capacity, device)
-    return SharedBucket(capacity, buffer, [describe(buffer)], None)
+    buffer = allocate(sum(parts), device)
+    return SharedBucket(parts, buffer, [describe(buffer)], None)
 
 
 def share_over_nodes(
-    capacity: int, device: torch.device, ranks_per_node: int, control: dist.ProcessGroup
+    parts: tuple[int, int],
+    device: torch.device,
+    ranks_per_node: int,
+    control: dist.ProcessGroup,
 ) -> SharedBucket:
     """For all ranks of a job together.
 
     Args:
+        parts: see `parts_of`.
         control: a gloo group of all ranks.
 
     Raises:
         WeightError: on all ranks alike, if a node has not enough shared memory.
     """
-    capacity = aligned(capacity)
     leaders = range(0, dist.get_world_size(), ranks_per_node)
     rank, node = dist.get_rank(), dist.get_rank() // ranks_per_node
     buffer, place, problem = None, None, None
     if rank in leaders:
         try:
-            buffer = allocate(2 * capacity, device)
+            buffer = allocate(sum(parts), device)
             place = describe(buffer)
         except (WeightError, RuntimeError) as error:
             problem = f"node {node} (rank {rank}): {error}"
@@ -233,10 +245,10 @@ def share_over_nodes(
     if len(leaders) > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         group = dist.new_group(list(leaders), backend=backend)
-    return SharedBucket(capacity, buffer, [answers[leader][0] for leader in leaders], group)
+    return SharedBucket(parts, buffer, [answers[leader][0] for leader in leaders], group)
 
 
-def aligned(size: int) -> int:
+def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -252,9 +264,9 @@ def allocate(capacity: int, device: torch.device) -> torch.Tensor:
     if free < capacity:
         raise WeightError(
             f"sync.transport is shared_memory, but {SHARED_MEMORY} has {free / 2**20:.0f} MiB "
-            f"free of the {capacity / 2**20:.0f} MiB that twice sync.bucket_mb (or the largest "
-            "weight) takes; give the container more (docker --shm-size, apptainer --bind), lower "
-            "sync.bucket_mb, or use sync.transport=distributed"
+            f"free of the {capacity / 2**20:.0f} MiB that two messages of sync.bucket_mb (one "
+            "holds the largest weight) take; give the container more (docker --shm-size, apptainer "
+            "--bind), lower sync.bucket_mb, or use sync.transport=distributed"
         )
     storage = torch.UntypedStorage._new_using_filename_cpu(capacity)
     # Written to at once: memory that is short then ends the start, not a later step.

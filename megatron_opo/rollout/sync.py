@@ -86,6 +86,8 @@ async def send_message(
     timeout_s: float,
 ) -> None:
     """Broadcast it while every server loads it."""
+    if not message.entries:
+        return
     body = {
         "names": [entry.name for entry in message.entries],
         "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in message.entries],
@@ -381,6 +383,8 @@ class WeightSync:
         await begin_session(session, servers, timeout_s)
 
         async def send(filled: Filled) -> None:
+            if not filled.entries:
+                return
             shared.publish(filled, max(ranks_by_node.values()))
             messages = {node: shared.message(node, filled) for node in ranks_by_node}
             await asyncio.gather(
