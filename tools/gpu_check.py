@@ -1,12 +1,13 @@
-"""Are the GPU kernels right and fast on this GPU? One command, a few minutes, no tests needed.
+"""Are kernels and updates right and fast on this GPU? One command, a few minutes, no tests needed.
 
-    python tools/gpu_check.py            # Triton and CUDA C++ on the GPU
+    python tools/gpu_check.py            # on the GPU
     python tools/gpu_check.py --cpu      # the same checks, small, on the CPU: does the tool work?
 
 Checks every kernel that can run here against float64 on the CPU (groups of 1 to 4,096, sequences
 of 0 to 131,072 tokens, offsets past 2**31, every dtype of buffers and masks), that it neither waits
 for the device nor allocates, and that a CUDA graph captures it. Then times it with
-benchmarks/advantages.py. Writes all to benchmarks/results/advantages_gpu.md.
+benchmarks/advantages.py, and whole updates with benchmarks/update.py: MFU, and peak memory beside
+the planner's. Writes all to benchmarks/results/advantages_gpu.md and update_gpu.md.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from megatron_opo.advantages import kernel
 from megatron_opo.advantages.estimators import weighted_baseline
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "advantages_gpu.md"
+RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASK_DTYPES = (
     *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
@@ -193,21 +194,31 @@ def main() -> int:
             text += "\n"
         text += f"\n{timings(device)}\n"
     print(text)
+    update = benchmark("update.py", ["--quick"] if options.cpu else [])
+    print(f"## An update\n\n{update}")
     if not options.cpu:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(f"# Advantages on a GPU\n\nBy `python tools/gpu_check.py`.\n\n{text}")
-        print(f"written to {RESULT}")
+        RESULTS.mkdir(exist_ok=True)
+        by = "By `python tools/gpu_check.py`."
+        for name, title, found in (
+            ("advantages_gpu.md", "Advantages on a GPU", text),
+            ("update_gpu.md", "An update on a GPU", update),
+        ):
+            (RESULTS / name).write_text(f"# {title}\n\n{by}\n\n{found}")
+            print(f"written to {RESULTS / name}")
     return 1 if wrong else 0
 
 
 def timings(device: str) -> str:
-    """The benchmark's table, in a process of its own; bars that are missed are in it."""
+    small = ["--sequences", "64", "--tokens", "128", "--rounds", "3"] if device == "cpu" else []
+    return benchmark("advantages.py", ["--device", device, *small])
+
+
+def benchmark(name: str, arguments: list[str]) -> str:
+    """Its table, from a process of its own; bars that are missed are in it."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "table.md"
-        command = [sys.executable, str(ROOT / "benchmarks" / "advantages.py"), "--device", device]
-        if device == "cpu":
-            command += ["--sequences", "64", "--tokens", "128", "--rounds", "3"]
-        done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+        command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments, "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
         return out.read_text() if out.exists() else f"The benchmark failed:\n\n{done.stderr}"
 
 
