@@ -353,6 +353,11 @@ class ActorConfig(Section):
         default=1024, description="tokens whose logits exist at once"
     )
     recompute: Literal["none", "full"] = "none"
+    grad_bucket_mb: PositiveFloat | None = Field(
+        default=None,
+        description="gradients (float32) are summed over data-parallel ranks in buckets of this "
+        "size while the backward pass goes on; null: all of them at its end",
+    )
     transformer_config: dict[str, Any] = Field(
         default={}, description="Megatron-Core TransformerConfig fields, by their names"
     )

@@ -12,7 +12,10 @@ from tests.ranks import run_ranks
 SAVED = {
     "TP1": (1, []),
     "TP2": (2, ["actor.tensor_parallel=2"]),
-    "CP2 DP2": (4, ["actor.context_parallel=2", "actor.data_parallel=2"]),
+    "CP2 DP2 in buckets": (
+        4,
+        ["actor.context_parallel=2", "actor.data_parallel=2", "actor.grad_bucket_mb=0.02"],
+    ),
 }
 LOADED = {**SAVED, "PP2": (2, ["actor.pipeline_parallel=2"])}
 

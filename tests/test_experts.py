@@ -29,12 +29,12 @@ LAYOUTS = {
     ),
     "TP2, whole experts on both ranks": (2, [*TP2, *WHOLE]),
     "TP2, whole experts, EP2": (2, [*TP2, *WHOLE, *EP2]),
-    "TP2 EP2": (4, [*TP2, *EP2]),
+    "TP2 EP2 in buckets": (4, [*TP2, *EP2, "actor.grad_bucket_mb=0.02"]),
     "CP2 EP2": (2, ["actor.context_parallel=2", *EP2]),
     "PP2 EP2": (4, [*PP2, *EP2]),
-    "PP2 in 2 chunks each, EP2, one micro-batch too few": (
+    "PP2 in 2 chunks each, EP2 in buckets, one micro-batch too few": (
         4,
-        [*PP2, *CHUNKS, *EP2, "actor.micro_batch_tokens=4096"],
+        [*PP2, *CHUNKS, *EP2, "actor.micro_batch_tokens=4096", "actor.grad_bucket_mb=0.02"],
     ),
 }
 

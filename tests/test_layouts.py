@@ -25,6 +25,7 @@ MODELS = {
     "qwen3_tied": lambda path: tiny_qwen3(path, tie=True),
     "llama_untied": lambda path: tiny_llama(path, tie=False),
 }
+BUCKETS = ["actor.grad_bucket_mb=0.02"]
 LAYOUTS = {
     "TP1": (1, []),
     "small micro-batches": (1, ["actor.micro_batch_tokens=97"]),
@@ -35,7 +36,10 @@ LAYOUTS = {
     "PP2": (2, ["actor.pipeline_parallel=2"]),
     "PP2 in 2 chunks each": (2, ["actor.pipeline_parallel=2", "actor.virtual_pipeline=2"]),
     "DP2": (2, ["actor.data_parallel=2"]),
-    "DP2, optimizer not sharded": (2, ["actor.data_parallel=2", "optimizer.distributed=false"]),
+    "DP2 in buckets, optimizer not sharded": (
+        2,
+        ["actor.data_parallel=2", "optimizer.distributed=false", *BUCKETS],
+    ),
     "TP2 PP2": (4, ["actor.tensor_parallel=2", "actor.pipeline_parallel=2"]),
 }
 
@@ -48,7 +52,10 @@ def model(request, tmp_path_factory):
 CONTEXT2 = ["actor.context_parallel=2"]
 SHARED_SEQUENCES = {
     "CP2": (2, CONTEXT2),
-    "CP2 DP2, small micro-batches": (4, [*CONTEXT2, "actor.micro_batch_tokens=23"]),
+    "CP2 DP2 in buckets, small micro-batches": (
+        4,
+        [*CONTEXT2, *BUCKETS, "actor.micro_batch_tokens=23"],
+    ),
     "CP2 TP2 sequence parallel": (4, [*CONTEXT2, *LAYOUTS["TP2 sequence parallel"][1]]),
     "CP2 PP2, recompute": (4, [*CONTEXT2, *LAYOUTS["PP2"][1], *LAYOUTS["recompute"][1]]),
 }

@@ -15,6 +15,8 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron_opo.actor import finite
@@ -61,14 +63,7 @@ class Actor:
         # Sums, not means: the loss weights already hold the global denominators.
         self.config.calculate_per_token_loss = True
         self.config.finalize_model_grads_func = _sum_model_grads
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=recipe.optimizer.distributed,
-            check_for_nan_in_grad=False,
-        )
-        self.model = [
-            DistributedDataParallel(self.config, ddp_config, module) for module in self.modules
-        ]
+        self.model = wrap_for_gradients(self.modules, self.config, recipe)
         self.optimizer = build_optimizer(recipe.optimizer, self.model, self.dtype)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.memory = UpdateMemory(self.model, self.optimizer)
@@ -292,6 +287,26 @@ class Actor:
             chunk_tokens=self.recipe.actor.logprob_chunk_tokens,
             group=parallel_state.get_tensor_model_parallel_group(),  # pyright: ignore[reportArgumentType]
         )
+
+
+def wrap_for_gradients(
+    modules: list[MegatronModule], config: TransformerConfig, recipe: Recipe
+) -> list[DistributedDataParallel]:
+    """Chunks whose gradients are summed over data-parallel ranks, in float32."""
+    bucket_mb = recipe.actor.grad_bucket_mb
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=recipe.optimizer.distributed,
+        check_for_nan_in_grad=False,
+        overlap_grad_reduce=bucket_mb is not None,
+        bucket_size=None if bucket_mb is None else max(1, round(bucket_mb * 2**20 / 4)),
+    )
+    chunks = [DistributedDataParallel(config, ddp_config, module) for module in modules]
+    if bucket_mb is not None:
+        # Only the last micro-batch's gradients are whole.
+        waits = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return chunks
 
 
 def _sum_model_grads(model, num_tokens=None, **groups):
