@@ -43,6 +43,7 @@ from megatron_opo.runs import (
     check_attempt,
     only_run,
 )
+from megatron_opo.spans import Spans
 from megatron_opo.stop import StopRequest
 
 T = TypeVar("T")
@@ -254,6 +255,7 @@ def open_desk(
     device: str,
     found: Found,
     shared: SharedBucket | None,
+    spans: Spans | None = None,
 ) -> Desk:
     """Load the data, start reward workers, and start servers without waiting for them.
 
@@ -261,6 +263,7 @@ def open_desk(
         device: "cpu" or "cuda", for the servers.
         found: what the run resumes from, and what it does not.
         shared: what weights are sent by, where that is shared memory.
+        spans: those of this process.
     """
     checkpoint = found.checkpoint
     tokenizer = load_tokenizer(recipe.model.path)
@@ -289,6 +292,7 @@ def open_desk(
             first_step=found.version,
             attempt=os.environ.get(ATTEMPT_VARIABLE),
             wandb_id=checkpoint.wandb_id if checkpoint else None,
+            spans=spans,
         )
         resources.enter_context(log)
         for path, problem in aside.items():
@@ -318,6 +322,7 @@ def open_desk(
             device=device,
             shared=shared,
             warn=log.warn,
+            spans=log.spans,
         )
         return Desk(
             recipe,

@@ -3,8 +3,6 @@
 As in `train`: all ranks call these together; `desk` and `batch` are None elsewhere than on rank 0.
 """
 
-from contextlib import nullcontext
-
 import torch
 
 from megatron_opo.actor.step import Actor
@@ -32,7 +30,7 @@ def take_step(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> d
     version = actor.version
     try:
         set_advantages(batch, actor, desk, driver)
-        with phase(desk, "update"):
+        with phase(desk, driver, "update"):
             metrics = actor.update(batch, version)
     except NonFiniteError as error:  # on all ranks
         problem = error
@@ -53,7 +51,7 @@ def set_advantages(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver)
     one more forward pass."""
     energies = None
     if actor.recipe.algorithm.estimator in NEEDS_SCORES:
-        with phase(desk, "score"):
+        with phase(desk, driver, "score"):
             energies = score_energies(actor, batch)
     driver.run(lambda: write_advantages(desk, batch, energies))
 
@@ -89,5 +87,6 @@ def keep_failed(desk: Desk, batch: PackedBatch, version: int) -> str:
     return f"Its batch is kept; this takes the step again: {replay_command(path)}"
 
 
-def phase(desk: Desk, name: str):
-    return desk.log.phase(name) if desk else nullcontext()
+def phase(desk: Desk, driver: Driver, name: str):
+    """Of all ranks: a span on each, and shown as what is going on."""
+    return desk.log.phase(name) if desk else driver.spans.of(name)

@@ -183,7 +183,7 @@ def resume_from_the_one_before(project: Path) -> None:
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step_5", "step_5.damaged", "step_6"]
     steps = read_metrics(project, "train")
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    assert steps[5]["timing_s/checkpoint_write"] > 0 and steps[5]["timing_s/checkpoint"] > 0
+    assert steps[5]["checkpoint/write_seconds"] > 0 and steps[5]["timing_s/checkpoint"] > 0
     (*_, best) = read_metrics(project, "eval")
     state = json.loads((checkpoints / "step_6" / "state.json").read_text())
     expected = {"metric": "eval/avg@2", "value": best["eval/best"], "step": best["eval/best_step"]}

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ def share_and_fail():
     """On each rank: what was shared, what a driver stage gave, and how its failure showed."""
     import torch.distributed as dist
 
+    from megatron_opo.profiling import ahead_of_rank_0
     from megatron_opo.spmd import Driver
 
     dist.init_process_group("gloo")
@@ -26,8 +29,20 @@ def share_and_fail():
         failure = None
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
+    heard = driver.hear("h\u00e9" * driver.rank), driver.hear("")
+    gathered = driver.gather("h\u00e9" * driver.rank), driver.gather("")
+    driver.spans.clock = lambda: time.monotonic() + 1000 * driver.rank
+    clock = ahead_of_rank_0(driver)
     shapes = [(str(t.dtype), tuple(t.shape), t.tolist()) for t in shared]
-    return {"shared": shapes, "result": result, "meanwhile": meanwhile, "failure": failure}
+    return {
+        "shared": shapes,
+        "result": result,
+        "meanwhile": meanwhile,
+        "failure": failure,
+        "heard": heard,
+        "gathered": gathered,
+        "clock": clock,
+    }
 
 
 def test_a_stage_of_rank_0_reaches_every_rank_and_so_does_its_failure():
@@ -43,6 +58,12 @@ def test_a_stage_of_rank_0_reaches_every_rank_and_so_does_its_failure():
     assert (first["meanwhile"], second["meanwhile"]) == ([], ["ran"])
     assert first["failure"] == "ZeroDivisionError: division by zero"
     assert second["failure"] == "DriverFailed: rank 0 failed: ZeroDivisionError: division by zero"
+    assert first["heard"] == (["", "h\u00e9"], ["", ""]) and second["heard"] == ([], [])
+    assert first["gathered"] == second["gathered"] == first["heard"]
+    # Processes of one machine read the same clock, here set 1000 s ahead.
+    assert first["clock"] == (0, 0)
+    ahead, error = second["clock"]
+    assert abs(ahead - 1000) <= error + 1e-9 and error < 1
 
 
 def test_the_helper_itself_reports_a_rank_that_raises():
