@@ -23,6 +23,8 @@ from megatron_opo.update import phase
 DIRECTORY = "profile"
 # Of messages to rank 0 and back; the fastest tells most about the clocks.
 ROUNDS = 8
+# Of a history of GPU memory: the newest allocations, lest it fill the host's.
+MOST_ENTRIES = 1_000_000
 
 
 class Profiler:
@@ -75,7 +77,7 @@ class Profiler:
 
         def begin_memory() -> None:
             if self.config.memory:
-                torch.cuda.memory._record_memory_history()
+                torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
         def begin_torch() -> None:
             if self.config.torch:

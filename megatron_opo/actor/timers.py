@@ -27,4 +27,6 @@ class MegatronTimers:
     spans: Spans
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:
+        if "-grads-" in name:  # one reduction after the other, of all gradients and of single ones
+            return Timer(self.spans, "reduce_gradients")
         return Timer(self.spans, name.removesuffix("-compute").replace("-", "_"))

@@ -128,7 +128,8 @@ class RunLog:
         if not self.step_ends and name == FIRST_PHASE:
             start = self.spans.take()
             self.step_ends.append(start.end)
-            self.seconds_of_start = start.seconds()
+            seconds = start.seconds().items()
+            self.seconds_of_start = {path: value for path, value in seconds if "/" not in path}
         self.console.start_phase(name)
         try:
             with self.spans.of(name):
@@ -168,7 +169,7 @@ class RunLog:
             seconds = took.end - took.start
             timing = {f"timing_s/{path}": value for path, value in took.seconds().items()}
             timing |= {f"start_s/{path}": value for path, value in self.seconds_of_start.items()}
-            self.seconds_of_start = {}
+            self.seconds_of_start.clear()
             self.step_ends.append(took.end)
             metrics = {**timing, "timing_s/step": seconds, **metrics}
             if tokens:
