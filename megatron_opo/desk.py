@@ -44,6 +44,7 @@ from megatron_opo.runs import (
     only_run,
 )
 from megatron_opo.spans import Spans
+from megatron_opo.spmd import Driver
 from megatron_opo.stop import StopRequest
 
 T = TypeVar("T")
@@ -336,6 +337,11 @@ def open_desk(
             resources.pop_all(),
             checkpoint.best_eval if checkpoint else None,
         )
+
+
+def phase(desk: Desk | None, driver: Driver, name: str):
+    """Of all ranks: a span on each, and shown as what is going on."""
+    return desk.log.phase(name) if desk else driver.spans.of(name)
 
 
 def summary_rows(

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_opo.actor.parallel import Parallel
-from megatron_opo.desk import Desk
+from megatron_opo.desk import Desk, phase
 from megatron_opo.errors import OpoError, RecipeError
 from megatron_opo.observe.trace import write_trace
 from megatron_opo.recipe import Recipe
 from megatron_opo.spans import Span, Stretch
 from megatron_opo.spmd import Driver
-from megatron_opo.update import phase
 
 DIRECTORY = "profile"
 # Of messages to rank 0 and back; the fastest tells most about the clocks.
@@ -33,10 +31,10 @@ class Profiler:
     Use it as a context manager: a step that does not come to its end leaves no profile.
     """
 
-    def __init__(self, recipe: Recipe, parallel: Parallel, driver: Driver):
+    def __init__(self, recipe: Recipe, device: torch.device, driver: Driver):
         """Raises RecipeError: it asks for what there is on GPUs only."""
         self.config = recipe.profile
-        if self.config.memory and parallel.device.type != "cuda":
+        if self.config.memory and device.type != "cuda":
             raise RecipeError(
                 "profile.memory is true, but this run trains on CPUs, and its snapshots are of "
                 "GPU memory: set it to false"

@@ -27,7 +27,7 @@ from megatron_opo.actor.step import Actor
 from megatron_opo.batch import PackedBatch
 from megatron_opo.checkpoint_source import find_checkpoint
 from megatron_opo.collect import collect, log_step
-from megatron_opo.desk import Desk, open_desk
+from megatron_opo.desk import Desk, open_desk, phase
 from megatron_opo.errors import CheckpointError, OpoError
 from megatron_opo.model_fit import check_model
 from megatron_opo.observe.report import write_report
@@ -37,7 +37,7 @@ from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import SharedBucket, SyncStats, parts_of, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver, DriverFailed
-from megatron_opo.update import phase, take_step
+from megatron_opo.update import take_step
 from megatron_opo.weights.export import export_hf, largest_tensor
 from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
@@ -53,7 +53,7 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
     """
     driver = Driver(parallel.rank, parallel.control)
     hf_config = check_model(recipe)
-    profiler = Profiler(recipe, parallel, driver)
+    profiler = Profiler(recipe, parallel.device, driver)
     found = find_whole_checkpoint(recipe.run_path, parallel)
     device = parallel.device.type
     shared = open_shared_bucket(recipe, hf_config, parallel)

@@ -9,7 +9,7 @@ from megatron_opo.actor.step import Actor
 from megatron_opo.advantages import NEEDS_SCORES, token_energies
 from megatron_opo.batch import PackedBatch
 from megatron_opo.collect import keep_batch, write_advantages
-from megatron_opo.desk import Desk
+from megatron_opo.desk import Desk, phase
 from megatron_opo.errors import LogError, NonFiniteError, OnPolicyError
 from megatron_opo.replay import failed_batch_path, replay_command
 from megatron_opo.spmd import Driver
@@ -85,8 +85,3 @@ def keep_failed(desk: Desk, batch: PackedBatch, version: int) -> str:
     except LogError as error:
         return str(error)
     return f"Its batch is kept; this takes the step again: {replay_command(path)}"
-
-
-def phase(desk: Desk, driver: Driver, name: str):
-    """Of all ranks: a span on each, and shown as what is going on."""
-    return desk.log.phase(name) if desk else driver.spans.of(name)

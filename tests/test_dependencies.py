@@ -41,11 +41,12 @@ ALLOWED = {
     "node": BASE | {"cluster", "launch", "preflight", "rollout", "runs"},
     "desk": BASE
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
-    | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "spans", "stop"},
+    | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "spans"}
+    | {"spmd", "stop"},
     "replay": {"batch", "errors"},
     "collect": BASE | {"advantages", "desk", "dynamic_sampling", "observe", "replay"},
     "update": BASE | {"actor", "advantages", "collect", "desk", "replay", "spmd"},
-    "profiling": BASE | {"actor", "desk", "observe", "spans", "spmd", "update"},
+    "profiling": BASE | {"desk", "observe", "spans", "spmd"},
     "train": BASE
     | {"actor", "checkpoint_source", "collect", "desk", "model_fit", "observe", "on_policy"}
     | {"profiling", "rollout", "runs", "spmd", "update", "weights"},
