@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 END_SECONDS = 120.0
 # What an undisturbed run has otherwise, too.
 UNLIKE = (
+    "start_s/",
     "timing_s/",
     "perf/",
     "rollout/retries",

@@ -38,8 +38,8 @@ def _collect(desk: Desk, version: int) -> PackedBatch:
     dynamic = recipe.rollout.dynamic_sampling
 
     def draw(count: int) -> list[Group]:
-        prompts = desk.cursor.next(count)
         with desk.log.phase("generate"):
+            prompts = desk.cursor.next(count)
             groups = desk.generate(prompts, version)
         with desk.log.phase("reward"):
             return desk.score(groups)
@@ -54,7 +54,8 @@ def _collect(desk: Desk, version: int) -> PackedBatch:
         max_rounds=dynamic.max_rounds if dynamic.enabled else 1,
         keep=lambda group: not dynamic.enabled or has_signal(*shape([group])),
     )
-    return pack(shape(desk.drawn.groups))
+    with desk.log.phase("pack"):
+        return pack(shape(desk.drawn.groups))
 
 
 def write_advantages(desk: Desk, batch: PackedBatch, energies: torch.Tensor | None) -> None:
@@ -65,13 +66,14 @@ def write_advantages(desk: Desk, batch: PackedBatch, energies: torch.Tensor | No
 
 def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version: int) -> None:
     groups = desk.drawn.groups
-    subtracted = baselines(batch, desk.recipe.algorithm.estimator)
-    metrics = rollout_metrics(groups, batch, subtracted) | desk.rollout_metrics() | metrics
-    advantages = torch.full((sum(len(g.samples) for g in groups),), torch.nan).double()
-    advantages[batch.sample_ids] = batch.mean_advantages
-    desk.log.samples(version + 1, groups, _per_group(advantages, groups))
-    desk.log.step(version + 1, metrics)
-    keep_if_due(desk, batch, version)
+    with desk.log.phase("log"):
+        subtracted = baselines(batch, desk.recipe.algorithm.estimator)
+        metrics = rollout_metrics(groups, batch, subtracted) | desk.rollout_metrics() | metrics
+        advantages = torch.full((sum(len(g.samples) for g in groups),), torch.nan).double()
+        advantages[batch.sample_ids] = batch.mean_advantages
+        desk.log.samples(version + 1, groups, _per_group(advantages, groups))
+        keep_if_due(desk, batch, version)
+    desk.log.step(version + 1, metrics, batch.tokens.numel())
 
 
 def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
@@ -86,5 +88,6 @@ def keep_if_due(desk: Desk, batch: PackedBatch, version: int) -> None:
 
 
 def keep_batch(desk: Desk, batch: PackedBatch, version: int, path: Path) -> None:
-    recipe = desk.recipe.to_show()
-    write_batch(path, batch, version=version, recipe=recipe, groups=desk.drawn.groups)
+    with desk.log.phase("keep_batch"):
+        recipe = desk.recipe.to_show()
+        write_batch(path, batch, version=version, recipe=recipe, groups=desk.drawn.groups)

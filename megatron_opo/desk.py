@@ -43,6 +43,8 @@ from megatron_opo.runs import (
     check_attempt,
     only_run,
 )
+from megatron_opo.spans import Spans
+from megatron_opo.spmd import Driver
 from megatron_opo.stop import StopRequest
 
 T = TypeVar("T")
@@ -254,6 +256,7 @@ def open_desk(
     device: str,
     found: Found,
     shared: SharedBucket | None,
+    spans: Spans | None = None,
 ) -> Desk:
     """Load the data, start reward workers, and start servers without waiting for them.
 
@@ -261,6 +264,7 @@ def open_desk(
         device: "cpu" or "cuda", for the servers.
         found: what the run resumes from, and what it does not.
         shared: what weights are sent by, where that is shared memory.
+        spans: those of this process.
     """
     checkpoint = found.checkpoint
     tokenizer = load_tokenizer(recipe.model.path)
@@ -289,6 +293,7 @@ def open_desk(
             first_step=found.version,
             attempt=os.environ.get(ATTEMPT_VARIABLE),
             wandb_id=checkpoint.wandb_id if checkpoint else None,
+            spans=spans,
         )
         resources.enter_context(log)
         for path, problem in aside.items():
@@ -318,6 +323,7 @@ def open_desk(
             device=device,
             shared=shared,
             warn=log.warn,
+            spans=log.spans,
         )
         return Desk(
             recipe,
@@ -331,6 +337,11 @@ def open_desk(
             resources.pop_all(),
             checkpoint.best_eval if checkpoint else None,
         )
+
+
+def phase(desk: Desk | None, driver: Driver, name: str):
+    """Of all ranks: a span on each, and shown as what is going on."""
+    return desk.log.phase(name) if desk else driver.spans.of(name)
 
 
 def summary_rows(

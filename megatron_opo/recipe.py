@@ -7,6 +7,7 @@ before any GPU is touched.
 
 import difflib
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -500,6 +501,46 @@ class LogConfig(Section):
     )
 
 
+class ProfileConfig(Section):
+    """What is found out about single steps, in profile/ of the run."""
+
+    steps: tuple[PositiveInt, ...] = Field(
+        default=(),
+        description="steps to trace on all ranks and servers: 3, 3-4 or [3, 7]; null: none",
+    )
+    torch: bool = Field(
+        default=False, description="also torch's profiler, which makes the step slower"
+    )
+    memory: bool = Field(default=False, description="also torch's snapshots of GPU memory")
+    servers: bool = Field(
+        default=False, description="also SGLang's profiler, on servers that the run launched"
+    )
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _range(cls, steps: Any) -> Any:
+        if steps is None:
+            return ()
+        if isinstance(steps, int):
+            return (steps,)
+        if not isinstance(steps, str):
+            return steps
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps.strip())
+        if found and int(found[1]) <= int(found[2] or found[1]):
+            return tuple(range(int(found[1]), int(found[2] or found[1]) + 1))
+        raise ValueError("not a step or a range of steps: write 3, 3-4 (first-last) or [3, 7]")
+
+    @model_validator(mode="after")
+    def _has_steps(self):
+        extras = [name for name in ("torch", "memory", "servers") if getattr(self, name)]
+        if extras and not self.steps:
+            raise ValueError(
+                f"`{extras[0]}` is true but `steps` names no step to profile: add "
+                "profile.steps=3-4, or drop it"
+            )
+        return self
+
+
 class Recipe(Section):
     """A whole run. `megatron-opo train RECIPE --print` shows every field with its default."""
 
@@ -518,6 +559,7 @@ class Recipe(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     @property
     def run_path(self) -> Path:
@@ -574,6 +616,11 @@ class Recipe(Section):
             problems.append(
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) exceeds train.steps "
                 f"({self.train.steps}): the learning rate would never decay"
+            )
+        if late := [step for step in self.profile.steps if step > self.train.steps]:
+            problems.append(
+                f"profile.steps has step {late[0]} but train.steps is {self.train.steps}: name "
+                "steps that are trained"
             )
         buffer = self.algorithm.overlong_buffer
         if buffer is not None and buffer > rollout.max_response_tokens:

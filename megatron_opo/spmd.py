@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opo.errors import OpoError
+from megatron_opo.spans import Spans
 
 T = TypeVar("T")
 
@@ -23,11 +24,15 @@ class DriverFailed(OpoError):
 
 
 class Driver:
-    """Runs stages on rank 0 of `group` (a gloo group over all ranks)."""
+    """Runs stages on rank 0 of `group` (a gloo group over all ranks).
+
+    `spans` is where the time of this rank goes.
+    """
 
     def __init__(self, rank: int, group: dist.ProcessGroup):
         self.rank = rank
         self.group = group
+        self.spans = Spans()
 
     @property
     def is_here(self) -> bool:
@@ -50,7 +55,8 @@ class Driver:
             return result
         if meanwhile is not None:
             meanwhile()
-        failure = self._announce(None)
+        with self.spans.of("wait"):
+            failure = self._announce(None)
         if failure:
             raise DriverFailed(f"rank 0 failed: {failure}")
         return None  # pyright: ignore[reportReturnType]
@@ -71,20 +77,31 @@ class Driver:
 
     def gather(self, text: str) -> list[str]:
         """Each rank's text, by rank, on every rank."""
-        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.group.size())]
-        dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=self.group)
-        longest = max(int(size) for size in sizes)
-        if longest == 0:
+        mine, sizes = self._padded(text)
+        if not mine.numel():
             return [""] * len(sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: encoded.numel()] = encoded
         texts = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(texts, mine, group=self.group)
-        return [
-            bytes(text[: int(size)].tolist()).decode()
-            for text, size in zip(texts, sizes, strict=True)
-        ]
+        return _decoded(texts, sizes)
+
+    def hear(self, text: str) -> list[str]:
+        """Each rank's text, by rank, on rank 0; nothing elsewhere."""
+        mine, sizes = self._padded(text)
+        texts = [torch.empty_like(mine) for _ in sizes] if self.is_here else []
+        if mine.numel():
+            dist.gather(mine, texts or None, dst=0, group=self.group)
+        return _decoded(texts, sizes) if self.is_here else []
+
+    def _padded(self, text: str) -> tuple[torch.Tensor, list[int]]:
+        """This rank's bytes, as many as the longest text has, and how many are each rank's."""
+        encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else None
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.group.size())]
+        size = torch.tensor([0 if encoded is None else encoded.numel()])
+        dist.all_gather(sizes, size, group=self.group)
+        mine = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        if encoded is not None:
+            mine[: encoded.numel()] = encoded
+        return mine, [int(size) for size in sizes]
 
     def agree(self, fact: bool) -> bool:
         """What rank 0 says, on every rank."""
@@ -111,3 +128,7 @@ class Driver:
             if tensor.numel():
                 dist.broadcast(tensor, 0, group=self.group)
         return tensors
+
+
+def _decoded(texts: list[torch.Tensor], sizes: list[int]) -> list[str]:
+    return [text[:size].numpy().tobytes().decode() for text, size in zip(texts, sizes, strict=True)]

@@ -27,16 +27,17 @@ from megatron_opo.actor.step import Actor
 from megatron_opo.batch import PackedBatch
 from megatron_opo.checkpoint_source import find_checkpoint
 from megatron_opo.collect import collect, log_step
-from megatron_opo.desk import Desk, open_desk
+from megatron_opo.desk import Desk, open_desk, phase
 from megatron_opo.errors import CheckpointError, OpoError
 from megatron_opo.model_fit import check_model
 from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
+from megatron_opo.profiling import Profiler
 from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import SharedBucket, SyncStats, parts_of, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver, DriverFailed
-from megatron_opo.update import phase, take_step
+from megatron_opo.update import take_step
 from megatron_opo.weights.export import export_hf, largest_tensor
 from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
@@ -52,12 +53,13 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
     """
     driver = Driver(parallel.rank, parallel.control)
     hf_config = check_model(recipe)
+    profiler = Profiler(recipe, parallel.device, driver)
     found = find_whole_checkpoint(recipe.run_path, parallel)
     device = parallel.device.type
     shared = open_shared_bucket(recipe, hf_config, parallel)
-    desk = driver.run(lambda: open_desk(recipe, hf_config, device, found, shared))
+    desk = driver.run(lambda: open_desk(recipe, hf_config, device, found, shared, driver.spans))
     checkpoints = CheckpointWriter(recipe, driver, parallel, found.version)
-    with desk or nullcontext(), checkpoints:
+    with desk or nullcontext(), checkpoints, profiler:
         actor = start(recipe, hf_config, parallel, driver, desk, found.checkpoint, shared)
 
         def on_servers(work: Callable[[], T]) -> T:
@@ -70,6 +72,7 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
         if found.checkpoint and found.checkpoint.owes_eval:
             on_servers(lambda: evaluate(desk, version=actor.version))
 
+        profiler.turn_to(actor.version + 1, desk)
         while (step := actor.version) < recipe.train.steps:
             batch = on_servers(lambda: collect(desk, version=step))
             metrics = checkpoints.poll()
@@ -80,17 +83,19 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
             hand_over_to_trainer(actor, desk, driver)
             metrics |= take_step_or_end(batch, actor, desk, driver, checkpoints)
             if is_due(recipe.train.check_ranks_every, actor.version):
-                check_replicas(actor)
-            hand_over_to_servers(actor, desk)
+                with phase(desk, driver, "check_ranks"):
+                    check_replicas(actor)
+            hand_over_to_servers(actor, desk, driver)
             metrics |= sync(actor, desk, driver, shared)
             if actor.version == step:
                 continue  # the batch was skipped
             driver.run(lambda: log_step(desk, batch, metrics, version=step))  # noqa: B023
+            profiler.turn_to(actor.version + 1, desk)
             done = actor.version == recipe.train.steps
             if is_due(recipe.eval.every, actor.version) or (done and recipe.eval.at_end):
                 on_servers(lambda: evaluate(desk, version=actor.version))
             if is_due(recipe.checkpoint.every, actor.version) or done:
-                with phase(desk, "checkpoint"):
+                with phase(desk, driver, "checkpoint"):
                     checkpoints.start(actor, lambda: desk.state())
             at_end = done and recipe.checkpoint.export_hf
             if is_due(recipe.checkpoint.export_hf_every, actor.version) and not at_end:
@@ -99,7 +104,7 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
         if signum := stop_signal(desk, driver):
             checkpoint_and_note(actor, desk, driver, checkpoints)
             return signum
-        finish_checkpoint(desk, checkpoints)
+        finish_checkpoint(desk, driver, checkpoints)
         driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
         if recipe.checkpoint.export_hf:
             export(actor, desk, driver, required=True)
@@ -129,7 +134,7 @@ def start(
     if recipe.train.check_ranks_every:
         check_replicas(actor)
     if hands_over:
-        hand_over_to_servers(actor, desk)
+        hand_over_to_servers(actor, desk, driver)
     else:
         driver.run(lambda: desk.wait_until_ready())
     if hands_over or actor.version > 0 or has_other_start(recipe):
@@ -178,7 +183,7 @@ def use_servers(
 def checkpoint_and_note(
     actor: Actor, desk: Desk, driver: Driver, checkpoints: CheckpointWriter
 ) -> None:
-    checkpoint_if_newer(actor, desk, checkpoints)
+    checkpoint_if_newer(actor, desk, driver, checkpoints)
     driver.run(
         lambda: desk.log.note(
             f"stopped after step {actor.version}, as asked "
@@ -187,12 +192,14 @@ def checkpoint_and_note(
     )
 
 
-def checkpoint_if_newer(actor: Actor, desk: Desk, checkpoints: CheckpointWriter) -> None:
+def checkpoint_if_newer(
+    actor: Actor, desk: Desk, driver: Driver, checkpoints: CheckpointWriter
+) -> None:
     """Than those before; complete when this returns."""
     if actor.version > checkpoints.version:
-        with phase(desk, "checkpoint"):
+        with phase(desk, driver, "checkpoint"):
             checkpoints.start(actor, lambda: desk.state())
-    finish_checkpoint(desk, checkpoints)
+    finish_checkpoint(desk, driver, checkpoints)
 
 
 def checkpoint_before_end(
@@ -200,7 +207,7 @@ def checkpoint_before_end(
 ) -> None:
     """If that fails, too, what failed first is what the user must see."""
     try:
-        checkpoint_if_newer(actor, desk, checkpoints)
+        checkpoint_if_newer(actor, desk, driver, checkpoints)
     except OpoError as error:
         said = f"no checkpoint of step {actor.version}: {error}"
         with suppress(OpoError):
@@ -221,14 +228,14 @@ def take_step_or_end(
         raise
 
 
-def finish_checkpoint(desk: Desk, checkpoints: CheckpointWriter) -> None:
+def finish_checkpoint(desk: Desk, driver: Driver, checkpoints: CheckpointWriter) -> None:
     """Wait until what was begun is complete."""
-    with phase(desk, "checkpoint"):
+    with phase(desk, driver, "checkpoint"):
         metrics = checkpoints.wait()
     if metrics:
         desk.log.note(
             f"checkpoint of step {checkpoints.version}: {metrics['checkpoint/bytes'] / 1e6:,.0f} "
-            f"MB written in {metrics['timing_s/checkpoint_write']:.1f} s"
+            f"MB written in {metrics['checkpoint/write_seconds']:.1f} s"
         )
 
 
@@ -260,16 +267,16 @@ def has_other_start(recipe: Recipe) -> bool:
 def hand_over_to_trainer(actor: Actor, desk: Desk, driver: Driver) -> None:
     """With rollout.hand_over_memory: the servers give their memory back, the actor takes its."""
     if actor.memory.is_away:
-        with phase(desk, "hand_over"):
+        with phase(desk, driver, "hand_over"):
             driver.run(lambda: desk.release_servers())
             actor.memory.take_back()
 
 
-def hand_over_to_servers(actor: Actor, desk: Desk) -> None:
+def hand_over_to_servers(actor: Actor, desk: Desk, driver: Driver) -> None:
     """With rollout.hand_over_memory: the actor gives its memory back, which the servers take as
     they get new weights (`sync`)."""
     if actor.recipe.rollout.hands_over(actor.parallel.device.type):
-        with phase(desk, "hand_over"):
+        with phase(desk, driver, "hand_over"):
             actor.memory.give_away()
             dist.barrier(group=actor.parallel.control)
 
@@ -301,9 +308,10 @@ def send_weights(
             deque(weights, maxlen=0)  # the other ranks give their parts to the end
 
     def take_part() -> None:
-        if shared is not None:
-            shared.follow(weights)
-        deque(weights, maxlen=0)
+        with driver.spans.of("sync"):
+            if shared is not None:
+                shared.follow(weights)
+            deque(weights, maxlen=0)
 
     return driver.run(send, meanwhile=take_part)
 
@@ -317,15 +325,17 @@ def evaluate(desk: Desk, version: int) -> None:
         groups = desk.stop.unless_asked(lambda: desk.score(desk.generate_eval(version)))
     if groups is None:
         return
-    desk.log.samples(version, groups, None, kind="eval")
-    desk.log_eval(version, groups)
+    with desk.log.phase("log"):
+        desk.log.samples(version, groups, None, kind="eval")
+        desk.log_eval(version, groups)
     desk.owes_eval = False
 
 
 def check_probe(actor: Actor, desk: Desk, driver: Driver, on_servers: OnServers) -> None:
     """Before anything is trained: do servers and actor give a text the same logprobs?"""
-    batch = on_servers(lambda: desk.probe(actor.version))
-    scores = actor.score(batch)
+    with phase(desk, driver, "probe"):
+        batch = on_servers(lambda: desk.probe(actor.version))
+        scores = actor.score(batch)
 
     def compare() -> None:
         temperature = desk.recipe.rollout.temperature
@@ -367,7 +377,7 @@ def export(actor: Actor, desk: Desk, driver: Driver, required: bool) -> None:
         finally:
             deque(weights, maxlen=0)  # the other ranks give their parts to the end
 
-    with phase(desk, "export"):
+    with phase(desk, driver, "export"):
         driver.run(write, meanwhile=lambda: deque(weights, maxlen=0))
 
 

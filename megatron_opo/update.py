@@ -3,15 +3,13 @@
 As in `train`: all ranks call these together; `desk` and `batch` are None elsewhere than on rank 0.
 """
 
-from contextlib import nullcontext
-
 import torch
 
 from megatron_opo.actor.step import Actor
 from megatron_opo.advantages import NEEDS_SCORES, token_energies
 from megatron_opo.batch import PackedBatch
 from megatron_opo.collect import keep_batch, write_advantages
-from megatron_opo.desk import Desk
+from megatron_opo.desk import Desk, phase
 from megatron_opo.errors import LogError, NonFiniteError, OnPolicyError
 from megatron_opo.replay import failed_batch_path, replay_command
 from megatron_opo.spmd import Driver
@@ -32,7 +30,7 @@ def take_step(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> d
     version = actor.version
     try:
         set_advantages(batch, actor, desk, driver)
-        with phase(desk, "update"):
+        with phase(desk, driver, "update"):
             metrics = actor.update(batch, version)
     except NonFiniteError as error:  # on all ranks
         problem = error
@@ -53,7 +51,7 @@ def set_advantages(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver)
     one more forward pass."""
     energies = None
     if actor.recipe.algorithm.estimator in NEEDS_SCORES:
-        with phase(desk, "score"):
+        with phase(desk, driver, "score"):
             energies = score_energies(actor, batch)
     driver.run(lambda: write_advantages(desk, batch, energies))
 
@@ -87,7 +85,3 @@ def keep_failed(desk: Desk, batch: PackedBatch, version: int) -> str:
     except LogError as error:
         return str(error)
     return f"Its batch is kept; this takes the step again: {replay_command(path)}"
-
-
-def phase(desk: Desk, name: str):
-    return desk.log.phase(name) if desk else nullcontext()

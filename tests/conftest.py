@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from servers import (
     both_launched,
     launched_llama_pool,
@@ -18,6 +19,10 @@ __all__ = [
     "llama_pool",
     "qwen_pool",
 ]
+
+# What an example takes says how busy the machine is.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 SLURM, SERVERS = "slurm", "servers"
 

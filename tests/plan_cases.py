@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,19 +39,20 @@ class Allocations(TorchDispatchMode):
         self.bytes -= self.alive.pop(key)
 
 
-def measure(model: str, run_dir: str, lengths: list[int], overrides: list[str]) -> dict[str, float]:
+def measure(model: str, run_dir: str, lengths: list[int], overrides: list[str]) -> dict[str, Any]:
     """Elements and bytes on this rank, measured on the objects themselves, after a step. Without a
     pipeline also `saved`, what autograd holds after a forward pass over sequences of these lengths;
     `peak` of a forward and backward pass beside parameters and gradient buffers; and `flops` of
     both, as torch counts them. With one, `micro_batches` of the step and `in_flight`, the most
     passes of a chunk of layers that awaited their backward pass. `bucket` is what the rank has for
-    servers on its node."""
+    servers on its node. `update_flops` are those of the step as torch counts them, `said_flops` as
+    its metrics say for all ranks; it was on a `batch` of such lengths and so many scored tokens."""
     from actor_cases import make_rollout, open_actor
 
     from megatron_opo.train import open_shared_bucket
 
     actor = open_actor(model, run_dir, overrides)
-    result: dict[str, float] = {}
+    result: dict[str, Any] = {}
     if actor.parallel.pp_size == 1:
         result |= _measure_a_pass(actor, lengths)
     batch = make_rollout(actor.hf_config["vocab_size"]) if actor.driver.is_here else None
@@ -58,7 +60,15 @@ def measure(model: str, run_dir: str, lengths: list[int], overrides: list[str]) 
     if batch is not None:
         batch = replace(batch, rollout_logprobs=scores.logprobs)
     passes = _Passes(actor)
-    actor.update(batch, version=0)
+    with FlopCounterMode(display=False) as counter:
+        metrics = actor.update(batch, version=0)
+    result["update_flops"] = counter.get_total_flops()
+    if batch is not None:
+        assert "perf/mfu" not in metrics, "of a CPU nobody knows the peak"
+        seconds = batch.tokens.numel() / metrics["perf/update_tokens_per_second"]
+        of_rank = metrics["perf/update_tflops_per_rank"] * 1e12 * seconds
+        result["said_flops"] = of_rank * actor.parallel.world_size
+        result["batch"] = batch.sequence_lengths.tolist(), int(batch.loss_mask.sum())
     if actor.parallel.pp_size > 1:
         result |= {"micro_batches": passes.count / len(actor.modules), "in_flight": passes.most}
     shared = open_shared_bucket(actor.recipe, actor.hf_config, actor.parallel)

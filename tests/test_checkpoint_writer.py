@@ -113,7 +113,7 @@ def test_training_meanwhile_changes_nothing_of_what_is_written(layout, model, tm
     for same, same_draws, version, cursor, _ in results:
         assert (same, same_draws, version, cursor) == (True, True, 1, {"row": 7})
     metrics, nothing = (result[-1] for result in results)
-    assert metrics["timing_s/checkpoint_write"] > 0 and nothing == {}
+    assert metrics["checkpoint/write_seconds"] > 0 and nothing == {}
     files = (run_dir / CHECKPOINTS / "step_1").glob("*[0-9].*")  # of ranks
     assert metrics["checkpoint/bytes"] == sum(path.stat().st_size for path in files)
 

@@ -17,7 +17,8 @@ ALLOWED = {
     "checkpoint_source": {"errors", "runs"},
     "convert": {"checkpoint_source", "convert_check", "errors", "weights"},
     "convert_check": {"actor", "errors", "weights"},
-    "spmd": {"errors"},
+    "spans": set(),
+    "spmd": {"errors", "spans"},
     "stop": set(),
     "on_policy": {"batch", "errors"},
     "advantages": BASE,
@@ -25,12 +26,13 @@ ALLOWED = {
     "procedural": BASE,
     "prompts": BASE | {"rows", "procedural"},
     "rewards": BASE | {"procedural"},
-    "observe": {"batch", "errors"},
+    "observe": {"batch", "errors", "spans"},
     "invariant": set(),
     "sglang_plugin": {"invariant"},
-    "rollout": BASE | {"sglang_plugin"},
+    "rollout": BASE | {"sglang_plugin", "spans"},
     "weights": BASE,
-    "actor": BASE | {"weights", "model_fit", "on_policy", "spmd", "runs", "checkpoint_files"},
+    "actor": BASE
+    | {"checkpoint_files", "model_fit", "on_policy", "plan", "runs", "spans", "spmd", "weights"},
     "dynamic_sampling": BASE,
     "launch": {"errors", "stop"},
     "plan": {"errors", "model_fit", "recipe", "weights"},
@@ -39,13 +41,15 @@ ALLOWED = {
     "node": BASE | {"cluster", "launch", "preflight", "rollout", "runs"},
     "desk": BASE
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
-    | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "stop"},
+    | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "spans"}
+    | {"spmd", "stop"},
     "replay": {"batch", "errors"},
     "collect": BASE | {"advantages", "desk", "dynamic_sampling", "observe", "replay"},
     "update": BASE | {"actor", "advantages", "collect", "desk", "replay", "spmd"},
+    "profiling": BASE | {"desk", "observe", "spans", "spmd"},
     "train": BASE
     | {"actor", "checkpoint_source", "collect", "desk", "model_fit", "observe", "on_policy"}
-    | {"rollout", "runs", "spmd", "update", "weights"},
+    | {"profiling", "rollout", "runs", "spmd", "update", "weights"},
     "train_only": BASE
     | {"actor", "advantages", "model_fit", "replay", "runs", "spmd", "train", "update"},
     "rollout_only": BASE

@@ -1,5 +1,6 @@
 """The command as a user runs it: real servers, real training, a task that any model can learn."""
 
+import gzip
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_opo.launch import EXIT_REQUEUE
 from megatron_opo.weights.megatron_save import save_megatron
 from tests.models import tiny_qwen3
+from tests.traces import read_tracks
 
 ROOT = Path(__file__).parents[1]
 RECIPE = """
@@ -104,6 +107,8 @@ def test_the_reward_rises_and_server_and_actor_agree_all_along(project, finished
         assert record["rollout/samples"] == 64
         # OPO: the length-weighted sum of a group's advantages is 0.
         assert abs(record["critic/advantages/mean"]) < 1e-6
+        phases = [v for k, v in record.items() if k.startswith("timing_s/") and k.count("/") == 1]
+        assert sum(phases) == pytest.approx(2 * record["timing_s/step"], abs=1e-9)
     evaluations = read_metrics(project, "eval")
     assert [record["step"] for record in evaluations] == [0, 4]
     assert evaluations[1]["eval/avg@2"] > evaluations[0]["eval/avg@2"] + 0.3
@@ -183,7 +188,7 @@ def resume_from_the_one_before(project: Path) -> None:
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step_5", "step_5.damaged", "step_6"]
     steps = read_metrics(project, "train")
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    assert steps[5]["timing_s/checkpoint_write"] > 0 and steps[5]["timing_s/checkpoint"] > 0
+    assert steps[5]["checkpoint/write_seconds"] > 0 and steps[5]["timing_s/checkpoint"] > 0
     (*_, best) = read_metrics(project, "eval")
     state = json.loads((checkpoints / "step_6" / "state.json").read_text())
     expected = {"metric": "eval/avg@2", "value": best["eval/best"], "step": best["eval/best_step"]}
@@ -211,6 +216,7 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
         "eval.at_start=false",
         "eval.at_end=false",
         "sync.transport=disk",
+        "profile={steps: 2, torch: true, servers: true}",
     )
     assert outcome.returncode == 2, outcome.stdout
     assert outcome.stdout.count("error: ") == 1
@@ -229,6 +235,43 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     # A fresh model seldom writes the letter: most groups of four have only rewards of 0.
     assert sum(record["rollout/groups_dropped"] for record in steps) > 0
     assert all("timing_s/score" in record for record in steps)
+    profile = exports.parent / "profile"
+    check_trace(read_tracks(profile / "trace_step_2.json"), steps[1])
+    profiled = ["torch_step_2_rank_0.json.gz", "torch_step_2_rank_1.json.gz"]
+    profiled = ["step_2-server_0-TP-0.trace.json.gz", *profiled, "trace_step_2.json"]
+    assert sorted(path.name for path in profile.iterdir()) == profiled
+    for name in profiled[:3]:
+        with gzip.open(profile / name, "rt") as file:
+            assert "aten::mm" in file.read()
+    assert f"profile of step 2: {profile / 'trace_step_2.json'}" in said
+
+
+def check_trace(tracks, metrics):
+    """Ranks and server are there, and rank 0's spans are what its metrics say."""
+    assert list(tracks) == ["rank 0", "rank 1", "server 0"]
+    (first,), (second,) = (tracks[f"rank {rank}"].values() for rank in (0, 1))
+    in_trace: Counter[tuple[str, str]] = Counter()
+    for event in first:
+        in_trace[event["cat"], event["name"]] += event["dur"] / 1e6
+    in_metrics = Counter({("step 2", "step 2"): metrics["timing_s/step"]})
+    for name, value in metrics.items():
+        phase, *parts = name.removeprefix("timing_s/").split("/")
+        if name.startswith("timing_s/") and {phase, *parts}.isdisjoint(("step", "unaccounted")):
+            in_metrics[phase, [phase, *parts][-1]] += value
+    assert in_trace == pytest.approx(in_metrics, abs=1e-6)
+    for track in (first, second):
+        passes = [event["name"] for event in track if event["cat"] == "update"]
+        assert passes.count("forward") == passes.count("backward") >= 1
+        assert {"share", "forward_backward", "optimizer"} <= {*passes}
+    assert any(event["name"] == "wait" and event["dur"] > 1e5 for event in second)
+    requests = [event for thread in tracks["server 0"].values() for event in thread]
+    prompts = [event for event in requests if event["name"].startswith("prompt ")]
+    # Those of dropped groups, too.
+    assert sum(e["args"]["response_tokens"] for e in prompts) >= metrics["rollout/tokens"]
+    assert {event["args"]["samples"] for event in prompts} == {4}
+    assert len(prompts) == 8 + metrics["rollout/groups_dropped"]
+    names = {event["name"] for event in requests}
+    assert {"/pause_generation", "/update_weights_from_disk", "/weights_checker"} <= names
 
 
 SIGNALLED = """

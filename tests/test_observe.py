@@ -17,7 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_opo.batch import Group, Prompt, Sample, pack
 from megatron_opo.errors import LogError, UnfitEnvironmentError
-from megatron_opo.observe import run_log
 from megatron_opo.observe.console import Console, duration, header_line, step_line
 from megatron_opo.observe.files import append_text, read_json_lines, read_metrics
 from megatron_opo.observe.metrics import (
@@ -26,6 +25,7 @@ from megatron_opo.observe.metrics import (
 )
 from megatron_opo.observe.run_log import RunLog
 from megatron_opo.observe.samples import choose_groups, list_samples, read_samples
+from megatron_opo.spans import Spans
 
 ESCAPE = "\x1b"
 
@@ -284,11 +284,11 @@ def test_recipe_and_versions_are_stored(tmp_path):
 
 
 class Clock:
-    """Stands in for the time module, so that seconds can be exact."""
+    """By hand, so that seconds can be exact."""
 
     now = 100.0
 
-    def monotonic(self):
+    def __call__(self):
         return self.now
 
     def spend(self, log, phase, seconds):
@@ -297,42 +297,52 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(run_log, "time", clock)
-    return clock
+def clock():
+    return Clock()
 
 
-def test_phases_are_timed_within_their_step(tmp_path, clock):
-    with open_log(tmp_path) as log:
+def test_every_second_of_a_step_is_of_a_phase_and_steps_follow_without_a_gap(tmp_path, clock):
+    with open_log(tmp_path, spans=Spans(clock)) as log:
         clock.spend(log, "start", 30)
         clock.spend(log, "sync", 4)
         clock.spend(log, "eval", 7)
         log.eval(0, {"eval/avg@1": 0.0})
         for step in (1, 2):
             clock.spend(log, "generate", 5)
-            clock.spend(log, "update", 2)
+            with log.phase("update"):
+                clock.spend(log, "optimizer", 2)
+                clock.now += 0.5
             clock.now += 1  # no phase
-            clock.spend(log, "update", 3)
+            clock.spend(log, "update", 2.5)
             clock.spend(log, "sync", 1)
-            log.step(step, {"timing_s/reward": 3.5})
+            log.step(step, {}, tokens=60 * step)
             clock.spend(log, "checkpoint", 9)
-    evaluated, first, second = read_metrics(tmp_path)
+            clock.spend(log, "eval", 3)
+            log.eval(step, {"eval/avg@1": 0.0})
+    evaluated, first, between, second, _ = read_metrics(tmp_path)
     assert timings(evaluated) == {"eval": 7}
-    # The caller's own reward time goes before a measured one.
-    inside = {"generate": 5, "update": 5, "sync": 1, "step": 12, "reward": 3.5}
-    assert timings(first) == inside | {"start": 30}
-    assert timings(second) == inside | {"checkpoint": 9}
-    assert [r["elapsed_s"] for r in (evaluated, first, second)] == [41, 53, 74]
+    assert timings(between) == {"eval": 3}
+    inside = {
+        "generate": 5, "update": 5, "update/optimizer": 2, "update/unaccounted": 3, "sync": 1,
+        "unaccounted": 1,
+    }  # fmt: skip
+    # Writing takes no time on this clock.
+    assert timings(first) == inside | {"step": 12}
+    assert timings(second) == inside | {"checkpoint": 9, "eval": 3, "log": 0, "step": 24}
+    starts = {"start": 30, "sync": 4, "eval": 7, "unaccounted": 0}
+    assert timings(first, "start_s/") == starts and not timings(second, "start_s/")
+    assert [r["elapsed_s"] for r in (evaluated, first, second)] == [41, 53, 77]
+    assert first["perf/tokens_per_second"] == second["perf/tokens_per_second"] == 5
 
 
-def timings(record):
-    found = {name: value for name, value in record.items() if name.startswith("timing_s/")}
-    return {name.removeprefix("timing_s/"): value for name, value in found.items()}
+def timings(record, prefix="timing_s/"):
+    found = {name: value for name, value in record.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
 def test_time_left_counts_steps_and_what_lies_between_them(tmp_path, clock, capsys):
-    with RunLog(tmp_path, recipe_text="", versions={}, total_steps=4) as log:
+    options = {"recipe_text": "", "versions": {}, "spans": Spans(clock)}
+    with RunLog(tmp_path, total_steps=4, **options) as log:
         clock.spend(log, "start", 1000)
         for step in (1, 2, 3, 4):
             clock.spend(log, "generate", 20)

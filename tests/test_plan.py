@@ -24,7 +24,15 @@ from megatron_opo.cluster import lay_out
 from megatron_opo.errors import RecipeError
 from megatron_opo.plan import activations, planner
 from megatron_opo.plan.flops import forward_flops
-from megatron_opo.plan.hardware import GIB, GPUS, NETWORKS, Cluster, find_gpu, find_network
+from megatron_opo.plan.hardware import (
+    GIB,
+    GPUS,
+    NETWORKS,
+    Cluster,
+    find_gpu,
+    find_network,
+    peak_flops,
+)
 from megatron_opo.plan.layout import Layout, chunks_of, held_by, layout_of, model_of
 from megatron_opo.plan.memory import (
     kv_per_token,
@@ -140,6 +148,18 @@ def test_ranks_hold_and_save_what_the_plan_says(case, tmp_path):
             assert (rank["micro_batches"], rank["in_flight"]) == (batches, expected)
     if layout.pipeline == 1:
         check_pass(ranks, model, recipe, layout, step, lengths)
+    check_operations(ranks, model, recipe, layout)
+
+
+def check_operations(ranks, model, recipe, layout):
+    """Of an update on a ragged batch, said in its metrics and computed by all ranks."""
+    flops = forward_flops(model, *ranks[0]["batch"])
+    assert flops.attention > 0
+    assert ranks[0]["said_flops"] == pytest.approx(flops.model, rel=1e-9)
+    if layout.tensor == layout.virtual == 1:  # otherwise there are dummy tokens, too
+        # torch does not count its fused attention on a CPU.
+        computed = replace(flops, attention=0).computed(recipe.actor.recompute == "full")
+        assert sum(rank["update_flops"] for rank in ranks) == computed
 
 
 def check_pass(ranks, model, recipe, layout, step, lengths):
@@ -287,6 +307,27 @@ def test_attention_counts_the_pairs_that_see_each_other(lengths, window):
     )
     expected = 48 * 4 * pairs * 32 * 128  # layers, two products of two operations, heads, head_dim
     assert forward_flops(model, lengths, scored=0).attention == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40S", 362e12),
+        # Slower variants of the name, a part of a device, and other devices.
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_the_peak_is_that_of_the_very_device_or_unknown(device, peak):
+    assert peak_flops(device) == peak
 
 
 def test_a_70b_step_costs_six_flops_per_weight_and_token_and_attention_on_top():

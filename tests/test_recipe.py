@@ -44,6 +44,14 @@ def test_overrides_reach_their_fields_and_are_typed(write):
     assert recipe.data.eval.files == ("eval.jsonl",)
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [("3-5", (3, 4, 5)), ("7", (7,)), ("12-12", (12,)), ("[3, 9]", (3, 9)), ("null", ())],
+)
+def test_steps_to_profile_are_one_or_a_range_or_a_list(write, given, steps):
+    assert load_recipe(write(MINIMAL), [f"profile.steps={given}"]).profile.steps == steps
+
+
 def test_scientific_notation_in_yaml_is_a_number_although_pyyaml_reads_a_string(write):
     assert yaml.safe_load("1e-6") == "1e-6"
     assert load_recipe(write(MINIMAL + "optimizer: {lr: 1e-6}\n")).optimizer.lr == 1e-6
@@ -116,6 +124,15 @@ def test_the_printed_recipe_shows_every_field_and_reads_back_equal(write, tmp_pa
         ("actor.data_parallel=100000", "each data-parallel rank needs at least one"),
         ("data.train={}", "exactly one source"),
         ("eval.every=5", "data.eval names no dataset"),
+        ("profile.steps=3-", "write 3, 3-4 (first-last) or [3, 7] (got '3-')"),
+        ("profile.steps=4-3", "write 3, 3-4"),
+        ("profile.steps=0", "greater than 0"),
+        ("profile.steps=[3, 4-5]", "`profile.steps.1`"),
+        ("profile.steps=1.5", "`profile.steps`"),
+        ("profile.steps=99-101", "profile.steps has step 101 but train.steps is 100"),
+        ("profile.torch=true", "`torch` is true but `steps` names no step"),
+        ("profile={servers: true, steps: null}", "`servers` is true but `steps` names no step"),
+        ("profile={steps: 3, torch: 2.5}", "`profile.torch`"),
         ("run_dir=runs/{nme}", "only {name}"),
         ("name=a/b", "name"),
         ("model.path.x=1", "is a value, not a section"),

@@ -88,7 +88,9 @@ def full_run(path, steps=12):
             "actor/entropy": 1 / step, "actor/grad_norm": 0.5, "advantages/baseline_mean": 0.3,
             "on_policy/logprob_gap_max": 10.0**-step, "on_policy/logprob_gap_mean": 0.0,
             "timing_s/generate": 4.0, "timing_s/reward": 0.5, "timing_s/update": 2.0,
-            "timing_s/sync": 1.0, "timing_s/step": 7.5, "rollout/tokens": 1000.0,
+            "timing_s/sync": 1.0, "timing_s/checkpoint": 0.3, "timing_s/log": 0.1,
+            "timing_s/update/optimizer": 1.5, "timing_s/update/unaccounted": 0.5,
+            "timing_s/unaccounted": 0.2, "timing_s/step": 8.1, "rollout/tokens": 1000.0,
             "rollout/samples": 10.0,
         }  # fmt: skip
         records.append(train_record(step, **metrics))
@@ -125,8 +127,12 @@ def test_a_finished_run_has_every_section_and_headline(tmp_path):
     assert page.tags.count("svg") == 10  # the two wide ones also come in a narrow drawing
     assert "finished: 12 of 12 steps" in text
     # Mean of steps 1, 2 and of 11, 12, in sixteenths.
-    for shown in ("0.0938 \u2192 0.72", "0.25 \u2192 0.75", "0.50 \u2192 1.00", "7.5s a step"):
+    for shown in ("0.0938 \u2192 0.72", "0.25 \u2192 0.75", "0.50 \u2192 1.00", "8.1s a step"):
         assert shown in text
+    # What is stacked adds up to the step.
+    stack = ["generate: 4 s", "reward: 0.5 s", "update: 2 s", "sync: 1 s", "other phases: 0.4 s",
+             "unaccounted: 0.2 s"]  # fmt: skip
+    assert "\n".join(["step 12", *stack]) in text
     assert "12k" in text and "in 120 responses" in text
     assert "held out at 0" in text and "held out at 12" in text
     assert "stops at 0.5" in text

@@ -26,8 +26,17 @@ def share_and_fail():
         failure = None
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
+    heard = driver.hear("h\u00e9" * driver.rank), driver.hear("")
+    gathered = driver.gather("h\u00e9" * driver.rank), driver.gather("")
     shapes = [(str(t.dtype), tuple(t.shape), t.tolist()) for t in shared]
-    return {"shared": shapes, "result": result, "meanwhile": meanwhile, "failure": failure}
+    return {
+        "shared": shapes,
+        "result": result,
+        "meanwhile": meanwhile,
+        "failure": failure,
+        "heard": heard,
+        "gathered": gathered,
+    }
 
 
 def test_a_stage_of_rank_0_reaches_every_rank_and_so_does_its_failure():
@@ -43,6 +52,8 @@ def test_a_stage_of_rank_0_reaches_every_rank_and_so_does_its_failure():
     assert (first["meanwhile"], second["meanwhile"]) == ([], ["ran"])
     assert first["failure"] == "ZeroDivisionError: division by zero"
     assert second["failure"] == "DriverFailed: rank 0 failed: ZeroDivisionError: division by zero"
+    assert first["heard"] == (["", "h\u00e9"], ["", ""]) and second["heard"] == ([], [])
+    assert first["gathered"] == second["gathered"] == first["heard"]
 
 
 def test_the_helper_itself_reports_a_rank_that_raises():

@@ -106,7 +106,7 @@ class CheckpointWriter:
     def poll(self) -> dict[str, float]:
         """Whether what was begun is complete; never waits for that.
 
-        Returns metrics on rank 0 if it is, once, else {}: timing_s/checkpoint_write, the seconds
+        Returns metrics on rank 0 if it is, once, else {}: checkpoint/write_seconds, the seconds
         from its start to the last rank's last byte, and checkpoint/bytes.
         """
         if self._writing is None:
@@ -293,7 +293,7 @@ class _Writing(threading.Thread):
                     check_attempt(self.recipe.run_path)
                     self._publish(parts)
                     self.metrics = {
-                        "timing_s/checkpoint_write": max(part.seconds for part in parts),
+                        "checkpoint/write_seconds": max(part.seconds for part in parts),
                         "checkpoint/bytes": float(sum(part.bytes for part in parts)),
                     }
         except BaseException as error:

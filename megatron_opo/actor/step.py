@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,11 +28,16 @@ from megatron_opo.actor.optimizer import build_optimizer, learning_rate
 from megatron_opo.actor.packing import MicroBatch, Sharing, make_micro_batch
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.schedule import plan_micro_batches
+from megatron_opo.actor.timers import MegatronTimers
 from megatron_opo.batch import PackedBatch
 from megatron_opo.errors import NonFiniteError, OnPolicyError, TrainingError
 from megatron_opo.on_policy import check_agreement
+from megatron_opo.plan.flops import forward_flops
+from megatron_opo.plan.hardware import peak_flops
+from megatron_opo.plan.layout import model_of
 from megatron_opo.recipe import Recipe
 from megatron_opo.spmd import Driver
+from megatron_opo.weights.hf_config import read_architecture
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Actor:
         self.hf_config = hf_config
         self.parallel = parallel
         self.driver = driver
+        self.spans = driver.spans
         self.version = 0
         self.dtype = getattr(torch, recipe.model.dtype)
         self.modules = build_model(hf_config, recipe.actor, recipe.model.dtype)
@@ -63,10 +69,15 @@ class Actor:
         # Sums, not means: the loss weights already hold the global denominators.
         self.config.calculate_per_token_loss = True
         self.config.finalize_model_grads_func = _sum_model_grads
+        self.config.timers = MegatronTimers(self.spans)
         self.model = wrap_for_gradients(self.modules, self.config, recipe)
         self.optimizer = build_optimizer(recipe.optimizer, self.model, self.dtype)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.memory = UpdateMemory(self.model, self.optimizer)
+        self._shapes = model_of(read_architecture(hf_config))
+        self._peak = None
+        if parallel.device.type == "cuda" and self.dtype == torch.bfloat16:
+            self._peak = peak_flops(torch.cuda.get_device_name(parallel.device))
 
     def weights_loaded(self) -> None:
         """Call after the modules' parameters were overwritten: the optimizer keeps its own copy."""
@@ -102,21 +113,33 @@ class Actor:
         started = time.perf_counter()
         rollout = batch
         batch = self._share(batch)
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        with self.spans.of("zero_gradient"):
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
         scores = self._run(batch, forward_only=False)
-        self._refuse(self.driver.run(lambda: self._nonfinite(rollout, scores)))
-        metrics = self.driver.run(lambda: self._check(rollout, scores))
+        with self.spans.of("check"):
+            self._refuse(self.driver.run(lambda: self._nonfinite(rollout, scores)))
+            metrics = self.driver.run(lambda: self._check(rollout, scores))
         grad_norm = self._step()
         if not self.driver.is_here:
             return {}
-        seconds = time.perf_counter() - started
         return metrics | {
             "actor/grad_norm": grad_norm,
             "actor/lr": self._learning_rate(self.version - 1),
-            "perf/update_tokens_per_second": batch.tokens.numel() / seconds,
+            **self._speed(batch, time.perf_counter() - started),
         }
+
+    def _speed(self, batch: PackedBatch, seconds: float) -> dict[str, float]:
+        """Of an update. Operations are the model's: what is recomputed counts once."""
+        lengths, scored = batch.sequence_lengths.tolist(), int(batch.loss_mask.sum())
+        operations = forward_flops(self._shapes, lengths, scored).model
+        per_rank = operations / seconds / self.parallel.world_size
+        speed = {
+            "perf/update_tokens_per_second": batch.tokens.numel() / seconds,
+            "perf/update_tflops_per_rank": per_rank / 1e12,
+        }
+        return speed | ({"perf/mfu": per_rank / self._peak} if self._peak else {})
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(step, self.recipe.optimizer, self.recipe.train.steps)
@@ -147,15 +170,18 @@ class Actor:
             raise NonFiniteError(f"step {self.version + 1}: {problem}; nothing was applied")
 
     def _step(self) -> float:
-        self.optimizer.prepare_grads()
-        self._refuse_gradient(float(self.optimizer.get_grad_norm()))
+        with self.spans.of("check_gradient"):
+            self.optimizer.prepare_grads()
+            self._refuse_gradient(float(self.optimizer.get_grad_norm()))
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.version)
             # Megatron leaves this to its scheduler: 0 for norms and biases.
             group["weight_decay"] = self.recipe.optimizer.weight_decay * group["wd_mult"]
-        succeeded, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
+        with self.spans.of("optimizer"):
+            succeeded, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
         assert succeeded, "the optimizer skipped a step although the gradient was finite"
-        broken = self._broken_weights()
+        with self.spans.of("check_weights"):
+            broken = self._broken_weights()
         if any(broken):
             raise TrainingError(
                 f"step {self.version + 1} made weights that are not finite "
@@ -195,7 +221,8 @@ class Actor:
         if batch is not None:
             tensors = [getattr(batch, name) for name in names]
             tensors[0] = tensors[0].to(torch.int32)
-        shared = dict(zip(names, self.driver.share(tensors), strict=True))
+        with self.spans.of("share"):
+            shared = dict(zip(names, self.driver.share(tensors), strict=True))
         if batch is not None:
             return replace(batch, **shared)
         nothing = torch.zeros(0)
@@ -210,20 +237,9 @@ class Actor:
     def _run(self, batch: PackedBatch, *, forward_only: bool) -> Scores:
         """All micro-batches of this rank; scores of the whole rollout (complete on rank 0)."""
         parallel, actor = self.parallel, self.recipe.actor
-        sharing = Sharing(
-            parallel.cp_rank,
-            parallel.cp_size,
-            split=parallel.tp_size if self.config.sequence_parallel else 1,
-        )
-        plan = plan_micro_batches(
-            [sharing.padded(length) for length in batch.sequence_lengths.tolist()],
-            parallel.dp_size,
-            actor.micro_batch_tokens * parallel.cp_size,
-            # Chunks of a stage take turns with groups of as many micro-batches as there are stages.
-            multiple_of=parallel.pp_size if actor.virtual_pipeline > 1 else 1,
-        )[parallel.dp_rank]
-        micro_batches = [make_micro_batch(batch, sequences, sharing) for sequences in plan]
-        weights = self._token_weights(batch)
+        with self.spans.of("pack"):
+            micro_batches = self._micro_batches(batch)
+            weights = self._token_weights(batch)
         scores = torch.zeros(3, batch.tokens.numel())
         forward_step = partial(
             self._forward_step, advantages=batch.advantages, weights=weights, scores=scores
@@ -237,9 +253,30 @@ class Actor:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        if parallel.device.type == "cuda":
+            with self.spans.of("finish_kernels"):
+                torch.cuda.synchronize(parallel.device)
         # Each token was written by one rank, so the sum is a gather.
-        dist.reduce(scores, 0, group=parallel.control)
+        with self.spans.of("gather"):
+            dist.reduce(scores, 0, group=parallel.control)
         return Scores(*scores)
+
+    def _micro_batches(self, batch: PackedBatch) -> list[MicroBatch]:
+        """Those of this rank."""
+        parallel, actor = self.parallel, self.recipe.actor
+        sharing = Sharing(
+            parallel.cp_rank,
+            parallel.cp_size,
+            split=parallel.tp_size if self.config.sequence_parallel else 1,
+        )
+        plan = plan_micro_batches(
+            [sharing.padded(length) for length in batch.sequence_lengths.tolist()],
+            parallel.dp_size,
+            actor.micro_batch_tokens * parallel.cp_size,
+            # Chunks of a stage take turns with groups of as many micro-batches as there are stages.
+            multiple_of=parallel.pp_size if actor.virtual_pipeline > 1 else 1,
+        )[parallel.dp_rank]
+        return [make_micro_batch(batch, sequences, sharing) for sequences in plan]
 
     def _forward_step(
         self,
@@ -290,7 +327,7 @@ class Actor:
 
 
 def wrap_for_gradients(
-    modules: list[MegatronModule], config: TransformerConfig, recipe: Recipe
+    modules: Sequence[MegatronModule], config: TransformerConfig, recipe: Recipe
 ) -> list[DistributedDataParallel]:
     """Chunks whose gradients are summed over data-parallel ranks, in float32."""
     bucket_mb = recipe.actor.grad_bucket_mb
@@ -305,7 +342,7 @@ def wrap_for_gradients(
     if bucket_mb is not None:
         # Only the last micro-batch's gradients are whole.
         waits = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]
     return chunks
 
 

@@ -29,7 +29,12 @@ LONGEST_TEXT = 6000
 GROUPS_SHOWN = 3
 # C0 controls and DEL would vanish or garble the page: show their Unicode pictures instead.
 VISIBLE_CONTROLS = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {127: 0x2421}
-BLUE, ORANGE, GREEN, PURPLE = (f"var(--{name})" for name in ("blue", "orange", "green", "purple"))
+BLUE, ORANGE, GREEN, PURPLE, RED, SOFT = (
+    f"var(--{name})" for name in ("blue", "orange", "green", "purple", "red", "soft")
+)
+
+
+PHASES = {"generate": BLUE, "reward": GREEN, "update": ORANGE, "sync": PURPLE}
 
 
 @dataclass(frozen=True)
@@ -263,12 +268,24 @@ def _charts(run: Run) -> list[dict[str, str]]:
 
 def _timing(run: Run) -> dict[str, str] | None:
     """What a step spends its time on, in a wide and a narrow drawing."""
-    phases = (("generate", BLUE), ("reward", GREEN), ("update", ORANGE), ("sync", PURPLE))
-    lines = [Line(name, color, run.curve(f"timing_s/{name}")) for name, color in phases]
+    lines = [Line(name, color, run.curve(f"timing_s/{name}")) for name, color in PHASES.items()]
     if not any(line.points for line in lines):
         return None
+    others = [(float(record["step"]), _seconds_of_others(record)) for record in run.train]
+    lines.append(Line("other phases", SOFT, others))
+    lines.append(Line("unaccounted", RED, run.curve("timing_s/unaccounted")))
     wide, narrow = (stacked_chart("time of a step", lines, size=s) for s in (WIDE, SMALL))
     return {"wide": wide, "narrow": narrow, "legend": legend(lines)}
+
+
+def _seconds_of_others(record: dict[str, Any]) -> float:
+    """Of the phases without a colour of their own; what they consist of is in them."""
+    known = {f"timing_s/{name}" for name in (*PHASES, "step", "unaccounted")}
+    return sum(
+        value or 0.0
+        for name, value in record.items()
+        if name.startswith("timing_s/") and name.count("/") == 1 and name not in known
+    )
 
 
 def _eval_comparisons(run_path: Path) -> dict[str, Any] | None:

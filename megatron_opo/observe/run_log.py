@@ -1,7 +1,6 @@
 """Everything a run writes about itself, to its directory and to the terminal."""
 
 import json
-import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,9 @@ from megatron_opo.observe.files import (
     writing,
 )
 from megatron_opo.observe.samples import Kind, finite, list_samples, write_samples
+from megatron_opo.spans import Spans
 
-# The phase a step begins with; those before it (start-up, evaluation, checkpoints) lie between.
+# The phase that the first step begins with; what is before it is the start of the run.
 FIRST_PHASE = "generate"
 STEPS_FOR_ESTIMATE = 20
 
@@ -45,6 +45,9 @@ class RunLog:
     Step s (1 to `total_steps`) is the update that makes policy version s; the evaluation of
     version v has step v, 0 before training. Everything raises LogError when a file cannot be
     written. Use it as a context manager, or call `close`.
+
+    Steps follow each other without a gap: what goes on after one is logged (evaluation, checkpoint)
+    belongs to the next.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class RunLog:
         attempt: str | None = None,
         wandb_id: str | None = None,
         quiet: bool = False,
+        spans: Spans | None = None,
     ):
         """Start a log (`first_step` 0), or continue one.
 
@@ -67,6 +71,7 @@ class RunLog:
         an earlier process logged past it is dropped, since that runs again; with 0 that is all.
         `attempt` names the start of a job that this process belongs to.
         `wandb_id` is that of the run that goes on, should the run directory not say.
+        `spans` are those of this process.
 
         Raises:
             LogError: the directory cannot be written.
@@ -75,9 +80,9 @@ class RunLog:
         self.run_path = Path(run_path)
         self.total_steps = total_steps
         self.samples_per_step = samples_per_step
-        self.seconds_in_step: dict[str, float] = {}
-        self.seconds_between: dict[str, float] = {}
-        self.step_start: float | None = None
+        self.spans = spans or Spans()
+        self.seconds_of_eval: float | None = None
+        self.seconds_of_start: dict[str, float] = {}
         self.step_ends: deque[float] = deque(maxlen=STEPS_FOR_ESTIMATE + 1)
         with writing(self.run_path):
             (self.run_path / "samples").mkdir(parents=True, exist_ok=True)
@@ -87,7 +92,7 @@ class RunLog:
         replace_text(self.run_path / "versions.json", json.dumps(versions, indent=2) + "\n")
         kept = _drop_steps_that_run_again(self.run_path, first_step)
         self.elapsed_before = max((r.get("elapsed_s") or 0.0 for r in kept), default=0.0)
-        self.started = time.monotonic()
+        self.started = self.spans.clock()
         with writing(self.run_path / "tensorboard"):
             self.tensorboard: SummaryWriter | None = SummaryWriter(
                 str(self.run_path / "tensorboard"), purge_step=first_step + 1 if first_step else 0
@@ -116,25 +121,23 @@ class RunLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show `name` as going on, and add its seconds to timing_s/`name` of the step.
+        """Show `name` as going on, as a span: its seconds become timing_s/`name` of the step.
 
-        A step begins with its phase generate. What goes on between two steps (checkpoint) is
-        logged with the later one, eval with its evaluation.
+        The first step begins with its phase generate.
         """
-        start = time.monotonic()
-        if self.step_start is None and name == FIRST_PHASE:
-            self.step_start = start
-            if not self.step_ends:
-                self.step_ends.append(start)
+        if not self.step_ends and name == FIRST_PHASE:
+            start = self.spans.take()
+            self.step_ends.append(start.end)
+            seconds = start.seconds().items()
+            self.seconds_of_start = {path: value for path, value in seconds if "/" not in path}
         self.console.start_phase(name)
         try:
-            yield
+            with self.spans.of(name):
+                yield
         finally:
             self.console.end_phase()
-            in_step = self.step_start is not None
-            seconds = self.seconds_in_step if in_step else self.seconds_between
-            key = f"timing_s/{name}"
-            seconds[key] = seconds.get(key, 0.0) + time.monotonic() - start
+            if name == "eval":
+                self.seconds_of_eval = (self.seconds_of_eval or 0.0) + self.spans.done[-1].seconds
 
     def advance(self, done: float, total: float | None, detail: str = "") -> None:
         """Move the bar of the current phase; `total` None or 0 when it is unknown."""
@@ -154,28 +157,31 @@ class RunLog:
         self.console.warn(text)
         self._log(f"warning: {text}")
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log a training step and print its line.
+    def step(self, step: int, metrics: dict[str, float], tokens: int = 0) -> None:
+        """Log a training step on so many tokens and print its line.
 
-        Adds timing_s/step (from the start of its phase generate to now) and timing_s/PHASE; a
-        value given in `metrics` goes before a measured one.
+        Adds timing_s/step, the seconds since the step before was logged; timing_s/ of each phase,
+        its parts and what they leave (`Stretch.seconds`), which add up to it; and to the first
+        step start_s/, the phases before it.
         """
-        now = time.monotonic()
-        timing = {**self.seconds_between, **self.seconds_in_step}
-        self.seconds_between, self.seconds_in_step = {}, {}
-        if self.step_start is not None:
-            timing["timing_s/step"] = now - self.step_start
-        self.step_start = None
-        self.step_ends.append(now)
-        metrics = {**timing, **metrics}
-        left = self._seconds_left(step)
-        self.console.step(step, metrics, left)
-        self._log(step_line(step, metrics, left))
-        self._write(step, "train", metrics)
+        took = self.spans.take()
+        with self.spans.of("log"):
+            seconds = took.end - took.start
+            timing = {f"timing_s/{path}": value for path, value in took.seconds().items()}
+            timing |= {f"start_s/{path}": value for path, value in self.seconds_of_start.items()}
+            self.seconds_of_start.clear()
+            self.step_ends.append(took.end)
+            metrics = {**timing, "timing_s/step": seconds, **metrics}
+            if tokens:
+                metrics["perf/tokens_per_second"] = tokens / max(seconds, 1e-9)
+            left = self._seconds_left(step)
+            self.console.step(step, metrics, left)
+            self._log(step_line(step, metrics, left))
+            self._write(step, "train", metrics)
 
     def eval(self, step: int, metrics: dict[str, float]) -> None:
         """Log the evaluation of policy version `step`; adds timing_s/eval."""
-        seconds = self.seconds_between.pop("timing_s/eval", None)
+        seconds, self.seconds_of_eval = self.seconds_of_eval, None
         if seconds is not None:
             metrics = {**metrics, "timing_s/eval": seconds}
         shown = [f"{k.removeprefix('eval/')} {number(v)}" for k, v in metrics.items() if "@" in k]
@@ -221,7 +227,7 @@ class RunLog:
             "step": step,
             "kind": kind,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "elapsed_s": round(self.elapsed_before + time.monotonic() - self.started, 3),
+            "elapsed_s": round(self.elapsed_before + self.spans.clock() - self.started, 3),
         }
         append_text(
             self.metrics_path,

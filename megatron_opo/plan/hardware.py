@@ -50,6 +50,24 @@ NETWORKS = {
 }
 
 
+# By what CUDA calls them: not those of other peaks (PCIe, NVL), nor parts of one (MIG).
+DEVICES = {
+    "a100-80": r"A100\b(?!.*MIG)",
+    "h100": r"H100\b(?!.*(MIG|PCIe|NVL))",
+    "h200": r"H200\b(?!.*(MIG|NVL))",
+    "b200": r"B200\b(?!.*MIG)",
+    "l40s": r"L40S\b(?!.*MIG)",
+}
+
+
+def peak_flops(device: str) -> float | None:
+    """Of a device by its name (torch.cuda.get_device_name): `Gpu.flops`; None if it is unknown."""
+    for name, pattern in DEVICES.items():
+        if re.search(rf"\b{pattern}", device):
+            return GPUS[name].flops
+    return None
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`rollout_nodes` of the nodes serve only; 0 means that servers share the trainers' GPUs."""

@@ -104,6 +104,12 @@ def read_samples(
     return tuple(samples)
 
 
+def response_tokens(answer: Any) -> int:
+    """Of all samples of an answer that was read."""
+    items = [answer] if isinstance(answer, dict) else answer
+    return sum(item["meta_info"].get("completion_tokens", 0) for item in items)
+
+
 def _read_sample(
     item: Mapping[str, Any], prompt: Prompt, index: int, vocab_size: int, server: str
 ) -> Sample:

@@ -32,7 +32,8 @@ from megatron_opo.rollout.requests import Requests, RolloutStats
 from megatron_opo.rollout.seeds import sample_seed
 from megatron_opo.rollout.shared_memory import SharedBucket
 from megatron_opo.rollout.sync import SyncStats, WeightSync
-from megatron_opo.rollout.wire import call, open_session
+from megatron_opo.rollout.wire import all_of, call, open_session
+from megatron_opo.spans import Spans
 
 ABORT_TIMEOUT_S = 10.0
 
@@ -64,6 +65,7 @@ class Rollout:
         device: str = "cpu",
         shared: SharedBucket | None = None,
         warn: Callable[[str], None] = print_warning,
+        spans: Spans | None = None,
     ):
         """
         Args:
@@ -72,6 +74,7 @@ class Rollout:
             device: what the servers compute on, "cpu" or "cuda".
             shared: what sync.transport "shared_memory" sends by.
             warn: told of every server that is lost, and of every start of one.
+            spans: those of this process; every request is noted on the track of its server.
         """
         config = json.loads((Path(model.path) / "config.json").read_text())
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -82,7 +85,12 @@ class Rollout:
         self._seed = seed
         self._keeper = Keeper(servers, rollout, device, warn)
         self._vocab_size = int(config["vocab_size"])
-        self._sync = WeightSync(sync, model, kv_heads, rollout.start_timeout_s, disk_dir, shared)
+        self._spans = spans or Spans()
+        for server in servers:
+            server.spans = self._spans
+        self._sync = WeightSync(
+            sync, model, kv_heads, rollout.start_timeout_s, disk_dir, shared, self._spans
+        )
 
     @property
     def serving(self) -> list[Server]:
@@ -220,7 +228,8 @@ class Rollout:
             ServerError: a server refuses a step.
         """
         self.needs_sync = True
-        servers = asyncio.run(find_answering(self._keeper))
+        with self._spans.of("look"):
+            servers = asyncio.run(find_answering(self._keeper))
         if not servers:
             raise ServersLostError("no server answers, so none can be given weights")
         self._take_in(servers)
@@ -255,6 +264,43 @@ class Rollout:
             except ServerError:
                 if not self._lost_of(servers):
                     raise
+
+    def start_profile(self, directory: Path, name: str) -> None:
+        """Have each launched server that serves profile itself, until `stop_profile`, into files
+        NAME_SERVER... of an absolute directory.
+
+        Raises:
+            ServerError: one refuses.
+        """
+
+        def body(server: Server) -> dict[str, Any]:
+            return {
+                "output_dir": str(directory),
+                "profile_prefix": name,
+                "profile_id": server.name.replace(" ", "_"),
+                "activities": ["CPU", "GPU"],
+                "with_stack": False,
+                "record_shapes": False,
+            }
+
+        asyncio.run(self._call_launched("/start_profile", body))
+
+    def stop_profile(self) -> None:
+        """The files are written when this returns.
+
+        Raises:
+            ServerError: one does not, such as one that was started again meanwhile.
+        """
+        asyncio.run(self._call_launched("/stop_profile", lambda _: {}))
+
+    async def _call_launched(self, path: str, body: Callable[[Server], dict[str, Any]]) -> None:
+        timeout_s = self._config.request_timeout_s
+        async with open_session() as session:
+            await all_of(
+                call(session, server, path, body(server), timeout_s=timeout_s)
+                for server in self.serving
+                if server.launched
+            )
 
     def wait_for_one(self, on_wait: OnWait | None = None) -> None:
         """Return when a server answers, so that a sync can make it serve.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_opo.rollout import guard
+from megatron_opo.spans import Spans
 
 # For the guard, which removes what a server leaves.
 END_SECONDS = 10.0
@@ -30,7 +31,8 @@ class Server:
     another node's launcher started has only a log, on a file system that all nodes share. `node`
     counts the job's nodes; servers given by URL count as the first one's.
 
-    Requests need `api_key`, which whoever can reach the server does not know.
+    Requests need `api_key`, which whoever can reach the server does not know. They are noted in
+    `spans`.
 
     `process` is the guard that leads the server's process group and exits with its code, or with
     128 and the number of the signal that ended it. `command` and `environment` are the guard's.
@@ -46,6 +48,7 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     owner: int = field(default_factory=os.getpid)
     starts: int = 1
+    spans: Spans = field(default_factory=Spans, repr=False)
 
     @property
     def launched(self) -> bool:

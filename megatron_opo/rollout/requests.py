@@ -12,7 +12,7 @@ import aiohttp
 from megatron_opo.errors import OnPolicyError, ServerError
 from megatron_opo.recipe import RolloutConfig
 from megatron_opo.redaction import API_KEY_VARIABLE
-from megatron_opo.rollout.answers import BadAnswerError
+from megatron_opo.rollout.answers import BadAnswerError, response_tokens
 from megatron_opo.rollout.health import Health, ServerLostError
 from megatron_opo.rollout.process import Server
 from megatron_opo.rollout.wire import no_answer, shorten
@@ -82,8 +82,10 @@ class Requests:
             self._in_flight[server] += weight
             self._stats.requests += 1
             try:
-                answer = await health.unless_lost(server, self._post(server, body))
-                result = read(answer, server)
+                with server.spans.on(server.name, what, samples=weight) as about:
+                    answer = await health.unless_lost(server, self._post(server, body))
+                    result = read(answer, server)
+                    about["response_tokens"] = response_tokens(answer)
                 health.note_answer(server, None)
                 return result
             except ServerLostError:

@@ -46,9 +46,11 @@ from megatron_opo.rollout.group import (
 from megatron_opo.rollout.process import Server
 from megatron_opo.rollout.shared_memory import Filled, SharedBucket
 from megatron_opo.rollout.wire import all_of, call, call_all
+from megatron_opo.spans import Spans
 
 T = TypeVar("T")
 
+AHEAD = "rank 0, weights ahead"
 UPDATING = "updating"
 FLUSH_TIMEOUT_S = 60.0
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -111,20 +113,31 @@ async def send_message(
     )
 
 
-async def each_ahead(parts: Generator[T, None, None], send: Callable[[T], Awaitable[None]]) -> None:
-    """Send them one after the other; while one is sent the next is made, in a thread."""
+async def each_ahead(
+    parts: Generator[T, None, None], send: Callable[[T], Awaitable[None]], spans: Spans
+) -> None:
+    """Send them one after the other; while one is sent the next is made, in a thread.
+
+    Of the spans "gather" is the wait for one to be made, and AHEAD the track of the thread.
+    """
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def make() -> T | None:
         # Which device is the current one is each thread's own matter.
-        with torch.cuda.device(device) if device is not None else nullcontext():
+        on_device = torch.cuda.device(device) if device is not None else nullcontext()
+        with on_device, spans.on(AHEAD, "gather"):
             return next(parts, None)
 
     making = asyncio.ensure_future(in_thread(make))
     try:
-        while (part := await making) is not None:
+        while True:
+            with spans.of("gather"):
+                part = await making
+            if part is None:
+                break
             making = asyncio.ensure_future(in_thread(make))
-            await send(part)
+            with spans.of("send"):
+                await send(part)
     finally:
         # Whoever goes on with the iterator after an error cannot while it runs.
         await asyncio.wait([making])
@@ -241,6 +254,7 @@ class WeightSync:
         load_timeout_s: float,
         disk: Path,
         shared: SharedBucket | None,
+        spans: Spans,
     ):
         """
         Args:
@@ -254,6 +268,7 @@ class WeightSync:
         self._load_timeout_s = load_timeout_s
         self._disk = disk / "weights"
         self._shared = shared
+        self._spans = spans
         self._group: WeightGroup | None = None
         self._members: list[Server] = []
         self._released: dict[Server, list[str]] = {}
@@ -290,12 +305,14 @@ class WeightSync:
 
     async def update(self, servers: list[Server], weights: Weights, version: int) -> SyncStats:
         """Replace all weights; see `Rollout.sync`."""
-        start = time.monotonic()
+        start, spans = time.monotonic(), self._spans
         timeout_s = self._timeout_s
         async with aiohttp.ClientSession() as session:
-            placement = await ask_placement(session, servers, timeout_s)
-            await open_update(session, [s for s in servers if not self._released.get(s)], timeout_s)
-            await self._resume(session, servers, WEIGHTS)
+            with spans.of("open"):
+                placement = await ask_placement(session, servers, timeout_s)
+                sampling = [server for server in servers if not self._released.get(server)]
+                await open_update(session, sampling, timeout_s)
+                await self._resume(session, servers, WEIGHTS)
             expected = None
             if self._config.verify:
                 expected = ExpectedChecksums(
@@ -308,12 +325,14 @@ class WeightSync:
             await self._send(session, servers, placement, outgoing, version)
             compared = 0
             if expected is not None:
-                compared = await verify(session, servers, expected, timeout_s)
-            # What this process's allocator still holds may be what the cache needs.
-            torch.cuda.empty_cache()
-            await self._resume(session, servers, KV_CACHE)
-            self._released = {s: tags for s, tags in self._released.items() if tags}
-            await close_update(session, servers, version, timeout_s)
+                with spans.of("verify"):
+                    compared = await verify(session, servers, expected, timeout_s)
+            with spans.of("close"):
+                # What this process's allocator still holds may be what the cache needs.
+                torch.cuda.empty_cache()
+                await self._resume(session, servers, KV_CACHE)
+                self._released = {s: tags for s, tags in self._released.items() if tags}
+                await close_update(session, servers, version, timeout_s)
         seconds = time.monotonic() - start
         return SyncStats(seconds, progress.bytes, progress.tensors, compared)
 
@@ -341,7 +360,7 @@ class WeightSync:
             await self._by_shared_memory(session, servers, placement, weights)
             return
         if self._config.transport == "disk":
-            parts = buckets(weights, self._config.bucket_mb * 2**20)
+            parts = self._spans.each("gather", buckets(weights, self._config.bucket_mb * 2**20))
             await self._by_disk(session, servers, parts, version)
         else:
             await self._by_broadcast(session, servers, placement, weights)
@@ -353,19 +372,22 @@ class WeightSync:
             await leave_group(session, servers, group.name)
             group = None
         if group is None:
-            group = await join_group(session, servers, placement, self._timeout_s)
+            with self._spans.of("join"):
+                group = await join_group(session, servers, placement, self._timeout_s)
         name = group.name
         try:
-            await begin_session(session, servers, self._timeout_s)
+            await self._begin(session, servers)
             capacity = self._config.bucket_mb * 2**20
             buffers = [
                 torch.empty(capacity, dtype=torch.uint8, device=placement.device) for _ in range(2)
             ]
             parts = messages(weights, buffers, alignment=1, larger_alone=True)
             await each_ahead(
-                parts, lambda part: send_message(session, servers, group, part, self._timeout_s)
+                parts,
+                lambda part: send_message(session, servers, group, part, self._timeout_s),
+                self._spans,
             )
-            await call_all(session, servers, "/end_weight_update", {}, timeout_s=self._timeout_s)
+            await self._end(session, servers)
         except BaseException:
             del group
             await leave_group(session, servers, name)
@@ -380,7 +402,7 @@ class WeightSync:
         ranks_by_node: Counter[int] = Counter()
         for server, count in ranks.items():
             ranks_by_node[server.node] += count
-        await begin_session(session, servers, timeout_s)
+        await self._begin(session, servers)
 
         async def send(filled: Filled) -> None:
             if not filled.entries:
@@ -404,19 +426,29 @@ class WeightSync:
                 )
             )
 
-        await each_ahead(shared.fill(weights), send)
-        await call_all(session, servers, "/end_weight_update", {}, timeout_s=timeout_s)
+        await each_ahead(shared.fill(weights), send, self._spans)
+        await self._end(session, servers)
+
+    async def _begin(self, session, servers) -> None:
+        with self._spans.of("begin"):
+            await begin_session(session, servers, self._timeout_s)
+
+    async def _end(self, session, servers) -> None:
+        with self._spans.of("end"):
+            await call_all(session, servers, "/end_weight_update", {}, timeout_s=self._timeout_s)
 
     async def _by_disk(self, session, servers, parts: Iterator[Bucket], version: int) -> None:
         # Only now, not right after the last update: a server answers when its first rank has
         # read the files, and the others may still be reading.
         shutil.rmtree(self._disk, ignore_errors=True)
         directory = (self._disk / f"version_{version}").absolute()
-        write_model(parts, directory, self._model)
+        with self._spans.of("write"):
+            write_model(parts, directory, self._model)
         body = {"model_path": str(directory), "load_format": "auto"}
-        await call_all(
-            session, servers, "/update_weights_from_disk", body, timeout_s=self._load_timeout_s
-        )
+        with self._spans.of("send"):
+            await call_all(
+                session, servers, "/update_weights_from_disk", body, timeout_s=self._load_timeout_s
+            )
 
     def close(self) -> None:
         """Forget the process group and remove the weights that were written for the servers."""

@@ -34,11 +34,12 @@ async def call(
     method = "GET" if body is None else "POST"
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
-        async with session.request(
-            method, server.url + path, json=body, headers=server.headers, timeout=timeout
-        ) as response:
-            text = await response.text()
-            status = response.status
+        with server.spans.on(server.name, path.partition("?")[0]):
+            async with session.request(
+                method, server.url + path, json=body, headers=server.headers, timeout=timeout
+            ) as response:
+                text = await response.text()
+                status = response.status
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ServerError(no_answer(server, path, error, timeout_s)) from None
     if status != 200:
