@@ -112,9 +112,8 @@ def read_weights(model: Path, names: Iterator[str]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def server_of(model: ModelConfig, directory: Path) -> Iterator[tuple[RolloutConfig, Server]]:
-    config = RolloutConfig(
-        server_args={"max_total_tokens": 1024, "max_running_requests": 4}, start_timeout_s=300
-    )
+    options = {"max_total_tokens": 1024, "max_running_requests": 4, "skip_tokenizer_init": True}
+    config = RolloutConfig(server_args=options, start_timeout_s=300)
     (server,) = launch_servers(config, model, directory / "logs", "cpu")
     with closing(server):
         wait_healthy([server], config.start_timeout_s)
