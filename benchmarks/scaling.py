@@ -314,7 +314,7 @@ def weak(cases: dict[str, Case], gpu: str, sizes: tuple[int, ...]) -> list[str]:
     names = [f"{name}: step s | tokens/s/GPU | what limits" for name in cases]
     lines = [
         f"| GPUs | prompts | {' | '.join(names)} |",
-        "| --: | --: |" + " --: | --: | --- |" * 3,
+        "| --: | --: |" + " --: | --: | --- |" * len(cases),
     ]
     for gpus in sizes:
         cells = []
@@ -354,15 +354,16 @@ def syncs() -> list[str]:
     return lines
 
 
-def report(sizes: tuple[int, ...], gpus: tuple[str, ...]) -> str:
-    cases = {name: case_of(path) for name, path in MODELS.items()}
+def report(sizes: tuple[int, ...], gpus: tuple[str, ...], models: dict[str, str]) -> str:
+    cases = {name: case_of(path) for name, path in models.items()}
     work = next(iter(cases.values())).work
     lines = [
         "# Scaling on paper",
         "",
-        "Calculated, not run here: `python benchmarks/scaling.py` asks the planner "
-        "(`megatron-opo plan`) for the",
-        "fastest layout that fits. docs/performance.md explains the tables.",
+        "Calculated, not run here: `python benchmarks/scaling.py` asks the planner (`megatron-opo "
+        "plan`) for the",
+        "smallest layout within 2 % of the fastest that fits. docs/performance.md explains the "
+        "tables.",
         "",
         f"Nodes of {PER_NODE} GPUs; between nodes {NETWORK.link / 1e9:g} GB/s a GPU "
         f"({NETWORK.name}). Prompts of {work.prompt_tokens} tokens (mean),",
@@ -396,7 +397,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few sizes, one GPU")
     parser.add_argument("--out", type=Path, help="a Markdown file, beside what is printed")
     options = parser.parse_args()
-    text = report(QUICK_SIZES, ("h200",)) if options.quick else report(SIZES, ("h100", "h200"))
+    sizes, gpus = (QUICK_SIZES, ("h200",)) if options.quick else (SIZES, ("h100", "h200"))
+    text = report(sizes, gpus, MODELS)
     print(text)
     if options.out:
         options.out.write_text(text)
