@@ -673,5 +673,5 @@ def test_a_network_may_be_given_by_its_speed():
     assert find_network("400").link == NETWORKS["ib-ndr"].link == 50e9
     assert find_gpu("H200", 96).memory == 96 * GIB
     cluster = Cluster(GPUS["h100"], find_network("200"), 2, 8)
-    assert (cluster.link(8), cluster.link(16)) == (450e9, 25e9)
+    assert (cluster.between(8), cluster.between(16)) == (450e9, 25e9)
     assert math.isclose(cluster.gpus, cluster.trainer_gpus)

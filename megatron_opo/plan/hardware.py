@@ -94,8 +94,19 @@ class Cluster:
     def server_nodes(self) -> int:
         return self.rollout_nodes or self.nodes
 
-    def link(self, ranks: int) -> float:
-        """Bytes a second between neighbours of a group of so many consecutive ranks."""
+    def ring(self, ranks: int, apart: int = 1) -> float:
+        """Bytes a second that each of `ranks` ranks sends in a ring, which are `apart` apart.
+
+        A ring that leaves its node is as many rings as it has ranks there, each over a link of its
+        own, as NCCL makes them.
+        """
+        if ranks * apart <= self.gpus_per_node:
+            return self.gpu.node_link
+        in_node = max(1, self.gpus_per_node // apart)
+        return min(self.gpu.node_link, in_node * self.network.link)
+
+    def between(self, ranks: int) -> float:
+        """Bytes a second from one rank to another, the last of so many consecutive ones."""
         return self.gpu.node_link if ranks <= self.gpus_per_node else self.network.link
 
 

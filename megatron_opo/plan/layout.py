@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_opo.errors import RecipeError
 from megatron_opo.recipe import Recipe
@@ -94,9 +94,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Model:
-    """An architecture's parameters by place; an expert stands for all of its layer's."""
+    """An architecture's parameters by place; an expert stands for all of its layer's. `tensors` is
+    how many tensors a checkpoint has, `largest_tensor` how many elements the largest of them."""
 
     architecture: Architecture
+    tensors: int
+    largest_tensor: int
     embedding: Weight
     layers: tuple[tuple[Weight, ...], ...]
     final_norm: Weight
@@ -127,8 +130,11 @@ def model_of(architecture: Architecture) -> Model:
         (*common, *weights(family.router), *weights(family.expert, expert=True)) if experts else ()
     )
     with_experts = experts.layers if experts else ()
+    shapes = architecture.hf_shapes().values()
     return Model(
         architecture,
+        len(shapes),
+        max(map(math.prod, shapes)),
         _weight(architecture, EMBEDDING),
         tuple(sparse if i in with_experts else dense for i in range(architecture.layers)),
         _weight(architecture, FINAL_NORM),
@@ -172,13 +178,14 @@ def chunks_of(layers: int, layout: Layout, stage: int) -> list[Chunk]:
 @dataclass(frozen=True)
 class Held:
     """Elements on one rank. `parameters` as the model counts them; `buffer` with the alignment of a
-    sharded gradient buffer; `shard` is the most that a rank's share of the buffer has in the
-    optimizer; `largest` the largest single parameter."""
+    sharded gradient buffer, `experts` of them those of experts; `shard` is the most that a rank's
+    share of the buffer has in the optimizer; `largest` the largest single parameter."""
 
     parameters: int = 0
     buffer: int = 0
     shard: int = 0
     largest: int = 0
+    experts: int = 0
 
     def __add__(self, other: "Held") -> "Held":
         return Held(
@@ -186,6 +193,7 @@ class Held:
             self.buffer + other.buffer,
             self.shard + other.shard,
             max(self.largest, other.largest),
+            self.experts + other.experts,
         )
 
 
@@ -195,7 +203,8 @@ def held_by(model: Model, layout: Layout, stage: int) -> Held:
     for chunk in chunks_of(model.architecture.layers, layout, stage):
         dense, expert = _chunk_sizes(model, layout, chunk)
         total += _buffered(dense, layout.copies, layout)
-        total += _buffered(expert, layout.expert_data, layout)
+        sparse = _buffered(expert, layout.expert_data, layout)
+        total += replace(sparse, experts=sparse.buffer)
         shared = model.architecture.tied and layout.pipeline > 1
         vocabulary = model.embedding.on_rank(layout)
         for here in (chunk.has_embedding, chunk.has_head):

@@ -117,7 +117,7 @@ def bucket_bytes(model: Model, recipe: Recipe) -> int:
     it gives to servers."""
     if recipe.transport("cuda") != "shared_memory":
         return 0
-    largest = model.architecture.largest_tensor() * BYTES[recipe.model.dtype]
+    largest = model.largest_tensor * BYTES[recipe.model.dtype]
     bucket = recipe.sync.bucket_mb * 2**20
     return max(bucket, largest) + bucket
 

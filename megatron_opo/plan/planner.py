@@ -17,14 +17,14 @@ from megatron_opo.plan.memory import (
     server_memory,
     trainer_memory,
 )
+from megatron_opo.plan.sync import Sync, handover_time, sync_time
 from megatron_opo.plan.timing import (
     Generate,
     Update,
     Workload,
     generate_time,
-    handover_time,
     micro_batches,
-    sync_time,
+    step_flops,
     update_time,
     workload_of,
 )
@@ -69,7 +69,7 @@ class Plan:
     host_memory: float
     generate: Generate
     update: Update
-    sync_seconds: float
+    sync: Sync
     handover_seconds: float
 
     @property
@@ -79,7 +79,7 @@ class Plan:
     @property
     def step_seconds(self) -> float:
         phases = self.generate.seconds + self.update.seconds
-        return phases + self.sync_seconds + self.handover_seconds
+        return phases + self.sync.seconds + self.handover_seconds
 
 
 def find_config(recipe: Recipe, recipe_path: Path, given: Path | None) -> tuple[Path, dict]:
@@ -254,6 +254,11 @@ def make_plan(
     model = model_of(read_architecture(config))
     work = workload_of(recipe, mean_response)
     memory = plan_memory(recipe, config, config_path, model, cluster, work)
+    return plan_of(recipe, model, cluster, work, memory)
+
+
+def plan_of(recipe: Recipe, model: Model, cluster: Cluster, work: Workload, memory: Memory) -> Plan:
+    """With the seconds, where it is known what fits."""
     return Plan(
         recipe=recipe,
         model=model,
@@ -262,7 +267,7 @@ def make_plan(
         memory=memory,
         host_memory=host_memory(recipe, memory.trainers, cluster),
         generate=generate_time(model, recipe, cluster, memory.server, work),
-        update=update_time(model, recipe, cluster, memory.layout, work),
-        sync_seconds=sync_time(model, recipe, cluster),
+        update=update_time(model, recipe, cluster, memory.layout, work, step_flops(model, work)),
+        sync=sync_time(model, recipe, cluster, memory.layout),
         handover_seconds=handover_time(recipe, memory.trainers),
     )

@@ -136,7 +136,8 @@ def _print_step(console: Console, plan: Plan) -> None:
             "generate",
             generate.seconds,
             f"{generate.concurrency:.0f} samples a server (most {generate.most}); "
-            f"memory busy {generate.bandwidth:.0%}, arithmetic {generate.compute:.0%}",
+            f"memory busy {generate.bandwidth:.0%}, arithmetic {generate.compute:.0%}; the longest "
+            f"alone {generate.longest_seconds:,.0f} s",
         ),
         (
             "update",
@@ -144,7 +145,7 @@ def _print_step(console: Console, plan: Plan) -> None:
             f"{update.micro_batches} micro-batches a replica, MFU {update.mfu:.0%}, "
             f"pipeline idle {update.bubble:.0%}",
         ),
-        ("sync", plan.sync_seconds, "weights from rank 0 to the servers"),
+        ("sync", plan.sync.seconds, "weights from rank 0 to the servers"),
     ]
     if plan.handover_seconds:
         rows.append(("hand-over", plan.handover_seconds, "optimizer state to the host and back"))
@@ -249,7 +250,7 @@ def plan_as_dict(plan: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
         "work": dataclasses.asdict(plan.work) | {"tokens": plan.work.tokens},
         "generate": dataclasses.asdict(plan.generate),
         "update": dataclasses.asdict(plan.update),
-        "sync": {"seconds": plan.sync_seconds},
+        "sync": dataclasses.asdict(plan.sync),
         "handover": {"seconds": plan.handover_seconds},
         "step": {
             "seconds": plan.step_seconds,

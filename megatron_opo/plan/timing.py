@@ -4,21 +4,22 @@ import heapq
 import math
 from dataclasses import dataclass
 
-from megatron_opo.plan.activations import expert_rows
+from megatron_opo.plan.activations import expert_rows, rows_per_rank
 from megatron_opo.plan.assumptions import (
     ALL_REDUCE,
     BANDWIDTH_EFFICIENCY,
+    COLLECTIVE,
     DECODE_STEP,
+    EXPERT_IMBALANCE,
     FILL,
-    HOST_LINK,
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     PROMPT_SHARE,
 )
 from megatron_opo.plan.flops import Flops, active_weights, forward_flops
 from megatron_opo.plan.hardware import Cluster, Gpu
-from megatron_opo.plan.layout import BYTES, Layout, Model, held_by
-from megatron_opo.plan.memory import FLOAT, ServerMemory, TrainerMemory
+from megatron_opo.plan.layout import BYTES, Held, Layout, Model, held_by
+from megatron_opo.plan.memory import FLOAT, ServerMemory
 from megatron_opo.recipe import Recipe
 
 
@@ -74,12 +75,14 @@ def micro_batches(recipe: Recipe, layout: Layout, work: Workload) -> int:
 
 @dataclass(frozen=True)
 class Generate:
-    """`concurrency` is the mean number of samples that one server works on, `most` the largest;
-    `bandwidth` and `compute` are the shares of the phase that the GPU's memory and its arithmetic
-    are busy at their assumed efficiency."""
+    """`longest_seconds` is what the longest response takes alone on its server, which more servers
+    do not shorten; `concurrency` the mean number of samples that one server works on, `most` the
+    largest; `bandwidth` and `compute` are the shares of the phase that the GPU's memory and its
+    arithmetic are busy at their assumed efficiency."""
 
     seconds: float
     prefill_seconds: float
+    longest_seconds: float
     steps: int
     most: int
     concurrency: float
@@ -95,7 +98,8 @@ def generate_time(
     rollout = recipe.rollout
     slots = request_limit(recipe)
     decode = _Decode(model, recipe, cluster.gpu, server)
-    waiting = _interleaved(work.responses(math.ceil(work.samples / rollout.servers)))
+    lengths = work.responses(math.ceil(work.samples / rollout.servers))
+    waiting = _interleaved(lengths)
     running: list[tuple[int, int]] = []  # (step at which it ends, tokens it will have)
     step, seconds, held, most = 0, 0.0, 0, 0
     busy, busy_memory, busy_compute = 0.0, 0.0, 0.0
@@ -125,6 +129,7 @@ def generate_time(
     return Generate(
         seconds=total,
         prefill_seconds=prefill,
+        longest_seconds=max(lengths) * (max(decode.parts(1, context)) + decode.overhead),
         steps=step,
         most=most,
         concurrency=busy / max(step, 1),
@@ -179,15 +184,19 @@ class _Decode:
 
 @dataclass(frozen=True)
 class Update:
-    """`bubble` is the share of the phase in which a pipeline stage waits for others, `mfu` model
-    FLOPs over the trainers' peak."""
+    """`hidden_seconds` of the gradients' reduction go by during the backward pass, `data_seconds`
+    are those that do not, with the gathering of new weights. `bubble` is the share of the phase in
+    which a pipeline stage waits for others, `mfu` model FLOPs over the trainers' peak."""
 
     seconds: float
     compute_seconds: float
     tensor_seconds: float
     context_seconds: float
     expert_seconds: float
+    stage_seconds: float
+    start_seconds: float
     data_seconds: float
+    hidden_seconds: float
     bubble: float
     micro_batches: int
     flops: float
@@ -196,33 +205,44 @@ class Update:
 
 
 def update_time(
-    model: Model, recipe: Recipe, cluster: Cluster, layout: Layout, work: Workload
+    model: Model, recipe: Recipe, cluster: Cluster, layout: Layout, work: Workload, flops: Flops
 ) -> Update:
-    flops = step_flops(model, work)
-    recompute = recipe.actor.recompute == "full"
-    computed = flops.computed(recompute)
+    """Each rank's arithmetic and the messages that it waits for, one after the other, times what
+    the pipeline adds; then the gradients and the new weights. `flops` are those of `step_flops`."""
+    computed = flops.computed(recipe.actor.recompute == "full")
     gpus = cluster.trainer_gpus
-    compute = computed / gpus / (cluster.gpu.flops * MATMUL_EFFICIENCY.value)
+    busiest = computed + _waited_flops(model, recipe, layout, flops)
+    compute = busiest / gpus / (cluster.gpu.flops * MATMUL_EFFICIENCY.value)
     per_rank = work.tokens / layout.copies
     layers = model.architecture.layers / layout.pipeline
     tensor = _tensor_bytes(model, recipe, layout, per_rank) * layers
-    tensor /= cluster.link(layout.tensor) * LINK_EFFICIENCY.value
+    tensor /= cluster.ring(layout.tensor) * LINK_EFFICIENCY.value
     context = _context_bytes(model, recipe, layout, per_rank) * layers
-    context /= cluster.link(layout.tensor * layout.context) * LINK_EFFICIENCY.value
+    context /= cluster.ring(layout.context, layout.tensor) * LINK_EFFICIENCY.value
     expert = _expert_bytes(model, recipe, layout, per_rank) / layout.pipeline
-    expert /= cluster.link(layout.expert * layout.expert_tensor) * LINK_EFFICIENCY.value
+    expert *= _seconds_to_experts(cluster, layout)
+    stage = _stage_bytes(model, recipe, layout, per_rank)
+    stage /= cluster.between(cluster.trainer_gpus) * LINK_EFFICIENCY.value
     batches = micro_batches(recipe, layout, work)
+    start = _start_seconds(model, recipe, layout, batches)
+    computing = compute + tensor + context + expert + stage + start
     waiting = (layout.pipeline - 1) / (batches * layout.virtual)
-    data = _data_seconds(model, recipe, cluster, layout)
-    computing = compute + tensor + context + expert
-    seconds = computing * (1 + waiting) + data
+    held = [held_by(model, layout, stage) for stage in range(layout.pipeline)]
+    fullest = max(held, key=lambda each: each.buffer)
+    reduce, gather = _data_seconds(recipe, cluster, layout, fullest)
+    backward = computing / batches * (1 - flops.forward / computed)
+    hidden = _hidden_seconds(recipe, fullest, reduce, backward)
+    seconds = computing * (1 + waiting) + reduce - hidden + gather
     return Update(
         seconds=seconds,
         compute_seconds=compute,
         tensor_seconds=tensor,
         context_seconds=context,
         expert_seconds=expert,
-        data_seconds=data,
+        stage_seconds=stage,
+        start_seconds=start,
+        data_seconds=reduce - hidden + gather,
+        hidden_seconds=hidden,
         bubble=computing * waiting / seconds,
         micro_batches=batches,
         flops=flops.model,
@@ -236,15 +256,31 @@ def step_flops(model: Model, work: Workload) -> Flops:
     return forward_flops(model, lengths, work.response_tokens)
 
 
+def _waited_flops(model: Model, recipe: Recipe, layout: Layout, flops: Flops) -> float:
+    """What the busiest rank's experts compute beyond the mean, on all ranks: these wait for it in
+    every layer."""
+    experts = model.architecture.experts
+    if experts is None or layout.expert == 1:
+        return 0.0
+    weights = sum(weight.numel for layer in model.layers for weight in layer if weight.expert)
+    share = weights * experts.per_token / active_weights(model)
+    passes = 4 if recipe.actor.recompute == "full" else 3
+    return flops.layers * share * passes * (EXPERT_IMBALANCE.value - 1)
+
+
 def _tensor_bytes(model: Model, recipe: Recipe, layout: Layout, tokens: float) -> float:
     """That each rank sends for one layer: the residual stream is gathered and reduced twice in each
     direction; sequence parallelism gathers two inputs once more for the weights' gradients."""
-    if layout.tensor == 1:
-        return 0.0
     moved = tokens * model.architecture.hidden * BYTES[recipe.model.dtype]
     moved *= (layout.tensor - 1) / layout.tensor
+    return moved * _tensor_messages(recipe, layout)
+
+
+def _tensor_messages(recipe: Recipe, layout: Layout) -> int:
+    if layout.tensor == 1:
+        return 0
     passes = 4 + 4 + (4 if recipe.actor.recompute == "full" else 0)
-    return moved * (passes + (2 if layout.sequence_parallel else 0))
+    return passes + (2 if layout.sequence_parallel else 0)
 
 
 def _context_bytes(model: Model, recipe: Recipe, layout: Layout, tokens: float) -> float:
@@ -252,41 +288,89 @@ def _context_bytes(model: Model, recipe: Recipe, layout: Layout, tokens: float) 
     back."""
     a = model.architecture
     width = 2 * max(a.kv_heads / layout.tensor, 1) * a.head_dim * BYTES[recipe.model.dtype]
-    passes = 3 if recipe.actor.recompute == "full" else 2
-    return tokens * width * (layout.context - 1) * passes
+    return tokens * width * (layout.context - 1) * _context_messages(recipe, layout)
+
+
+def _context_messages(recipe: Recipe, layout: Layout) -> int:
+    if layout.context == 1:
+        return 0
+    return 3 if recipe.actor.recompute == "full" else 2
 
 
 def _expert_bytes(model: Model, recipe: Recipe, layout: Layout, tokens: float) -> float:
-    """That each rank sends for all layers with experts: tokens go out and come back, both ways."""
+    """That each rank has for the experts of all layers, its own among them: tokens go out and come
+    back, both ways, each as often as it has experts."""
     experts = model.architecture.experts
-    if experts is None or layout.expert == 1:
+    if experts is None:
         return 0.0
     rows = expert_rows(model, layout, round(tokens)) / layout.expert_tensor
     moved = rows * model.architecture.hidden * BYTES[recipe.model.dtype]
-    moved *= (layout.expert - 1) / layout.expert
-    return moved * (6 if recipe.actor.recompute == "full" else 4) * len(experts.layers)
+    return moved * _expert_messages(recipe, layout) * len(experts.layers)
 
 
-def _data_seconds(model: Model, recipe: Recipe, cluster: Cluster, layout: Layout) -> float:
-    """Gradients are reduced, and new weights gathered, over all ranks with the same parameters."""
-    if layout.copies == 1:
+def _expert_messages(recipe: Recipe, layout: Layout) -> int:
+    if layout.expert == 1:
+        return 0
+    return 6 if recipe.actor.recompute == "full" else 4
+
+
+def _start_seconds(model: Model, recipe: Recipe, layout: Layout, batches: int) -> float:
+    """Of all messages of a rank, however small they are: many small micro-batches have many."""
+    in_layer = _tensor_messages(recipe, layout) + _context_messages(recipe, layout)
+    in_layer += _expert_messages(recipe, layout)
+    messages = in_layer * model.architecture.layers / layout.pipeline
+    if layout.pipeline > 1:
+        messages += 2 * layout.virtual
+    return batches * messages * COLLECTIVE.value
+
+
+def _seconds_to_experts(cluster: Cluster, layout: Layout) -> float:
+    """Of a byte that may go to any rank with experts alike: those of the own node are reached
+    over its links while the others are over the network; the slower of the two counts."""
+    ranks = layout.expert
+    near = min(ranks, max(1, cluster.gpus_per_node // layout.expert_tensor))
+    inside = (near - 1) / ranks / cluster.gpu.node_link
+    outside = (ranks - near) / ranks / cluster.network.link
+    return max(inside, outside) / LINK_EFFICIENCY.value
+
+
+def _stage_bytes(model: Model, recipe: Recipe, layout: Layout, tokens: float) -> float:
+    """That each rank sends to the next chunk of layers, and back in the backward pass."""
+    if layout.pipeline == 1:
         return 0.0
-    buffer = max(held_by(model, layout, s).buffer for s in range(layout.pipeline))
-    weights = BYTES[recipe.model.dtype] if layout.distributed_optimizer else FLOAT
-    moved = buffer * (FLOAT + weights) * (layout.copies - 1) / layout.copies
-    return moved / (cluster.link(layout.tensor * layout.copies) * LINK_EFFICIENCY.value)
+    rows = rows_per_rank(round(tokens), layout)
+    return 2 * layout.virtual * rows * model.architecture.hidden * BYTES[recipe.model.dtype]
 
 
-def sync_time(model: Model, recipe: Recipe, cluster: Cluster) -> float:
-    """Rank 0 gathers every weight and broadcasts it to the servers."""
-    size = model.parameters * BYTES[recipe.model.dtype]
-    gather = cluster.link(cluster.trainer_gpus)
-    send = cluster.link(cluster.gpus)
-    return size * (1 / gather + 1 / send) / LINK_EFFICIENCY.value
+def _data_seconds(
+    recipe: Recipe, cluster: Cluster, layout: Layout, held: Held
+) -> tuple[float, float]:
+    """For the gradients' reduction, and for gathering new weights, over all ranks that hold the
+    same parameters: those of experts are others than those of the rest.
+
+    A ring of n ranks sends (n - 1) / n of the buffer from each. Without a distributed optimizer
+    the reduction leaves the whole sum on all of them, which is twice as much, and weights are not
+    gathered.
+    """
+    groups = (
+        (held.buffer - held.experts, layout.copies, layout.tensor),
+        (held.experts, layout.expert_data, layout.expert * layout.expert_tensor),
+    )
+    per_byte = sum(
+        elements * (ranks - 1) / ranks / cluster.ring(ranks, apart)
+        for elements, ranks, apart in groups
+    )
+    per_byte /= LINK_EFFICIENCY.value
+    if not layout.distributed_optimizer:
+        return per_byte * 2 * FLOAT, 0.0
+    return per_byte * FLOAT, per_byte * BYTES[recipe.model.dtype]
 
 
-def handover_time(recipe: Recipe, trainers: list[TrainerMemory]) -> float:
-    """A trainer's optimizer state goes to the host and comes back."""
-    if not recipe.rollout.hands_over("cuda"):
+def _hidden_seconds(recipe: Recipe, held: Held, reduce: float, backward: float) -> float:
+    """Of the reduction, with actor.grad_bucket_mb. Only the last micro-batch's gradients are whole,
+    so it goes on during that one's backward pass, and the last bucket (of the first layers) is full
+    only at its end: min(backward, reduce - the last bucket's)."""
+    if recipe.actor.grad_bucket_mb is None:
         return 0.0
-    return 2 * max(stage.optimizer for stage in trainers) / HOST_LINK.value
+    last = min(1.0, recipe.actor.grad_bucket_mb * 2**20 / (held.buffer * FLOAT))
+    return min(backward, reduce * (1 - last))
