@@ -2,9 +2,9 @@
 
     python benchmarks/versus_trl.py [--quick] [--trl-python PATH] [--lengths 32 128] [--out FILE]
 
-Both train the same 1M-parameter model (random weights) on the same prompts with the same reward:
-32 prompts x 8 samples a step, float32, one optimizer step on each sampled batch, advantages without
-a division by the standard deviation, loss averaged over tokens, AdamW with the same settings. No
+Both train the same 1M-parameter model (random weights) on the same prompts with the same reward: 32
+prompts x 8 samples a step, float32, one optimizer step on each sampled batch, advantages without a
+division by the standard deviation, loss averaged over tokens, AdamW with the same settings. No
 response ends early, so every sample has exactly the asked length. In turns, in one run, each side
 starts as a user starts it, `megatron-opo train RECIPE` and a script with a GRPOTrainer; the first
 steps of each do not count. TRL runs in an environment of its own: that of --trl-python, or one that
@@ -30,17 +30,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from process_tree import Usage, Watch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from versus_task import PROMPT_WORDS, WORDS, score, word, write_prompts
+from process_tree import Usage
+from training_runs import (
+    HERE,
+    WARM_UP,
+    Step,
+    make_task,
+    median_phases,
+    median_seconds,
+    read_metrics,
+    run_watched,
+    train,
+    write_recipe,
+)
+from versus_task import PROMPT_WORDS, score
 
 TRL = "trl==1.16.0"
 BAR = 5.0
 PROMPTS, GROUP = 32, 8
 LEARNING_RATE = 3e-3
-WARM_UP = 2
 OURS, OURS_WIDE = "megatron_opo", "megatron_opo, a server a core"
 THEIRS, THEIR_DEFAULTS = "TRL", "TRL, its defaults"
 TUNED = {
@@ -50,16 +58,6 @@ TUNED = {
 }
 # GRPOTrainer's methods whose time is known apart; the first is a part of none of the others.
 TRL_PHASES = {"generate": "_generate_single_turn", "reward": "_calculate_rewards"}
-HERE = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True)
-class Step:
-    seconds: float
-    phases: dict[str, float]
-    length: float
-    reward: float
-    grad_norm: float
 
 
 @dataclass(frozen=True)
@@ -74,66 +72,6 @@ class Run:
     @property
     def steady(self) -> list[Step]:
         return self.steps[WARM_UP:]
-
-
-def make_model(directory: Path) -> int:
-    """A Hugging Face directory; the number of parameters."""
-    vocabulary = {text: i for i, text in enumerate(["<pad>", "<eos>", *map(word, range(WORDS))])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
-    ).save_pretrained(directory)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        initializer_range=0.05,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        # Words point one way along the first channel, padding and end the other: neither of these
-        # is ever sampled, and all responses have the same length.
-        rows = model.model.embed_tokens.weight
-        rows[:2] = rows[2:4]
-        rows[:, 0] = 3.0
-        rows[:2, 0] = -3.0
-    model.save_pretrained(directory)
-    return sum(each.numel() for each in model.parameters())
-
-
-def recipe(model: Path, data: Path, run: Path, length: int, steps: int, servers: int) -> dict:
-    return {
-        "name": "versus",
-        "run_dir": str(run),
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {
-            "apply_chat_template": False,
-            "max_prompt_tokens": PROMPT_WORDS,
-            "train": {"files": [str(data)]},
-        },
-        "reward": {"function": f"{HERE / 'versus_task.py'}:compute_score"},
-        "rollout": {
-            "prompts_per_step": PROMPTS,
-            "samples_per_prompt": GROUP,
-            "max_response_tokens": length,
-            "servers": servers,
-        },
-        "algorithm": {"estimator": "dr_grpo", "loss_aggregation": "token-mean"},
-        "optimizer": {"lr": LEARNING_RATE, "betas": [0.9, 0.999]},
-        "train": {"steps": steps},
-        "checkpoint": {"export_hf": False},
-    }
 
 
 def trl_config(length: int, steps: int, tuned: bool) -> dict[str, Any]:
@@ -157,64 +95,19 @@ def trl_config(length: int, steps: int, tuned: bool) -> dict[str, Any]:
     }
 
 
-def environment(threads: int | None) -> dict[str, str]:
-    """Each side's own choice of threads (all cores), or the same number for both."""
-    found = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return found if threads is None else found | {"OMP_NUM_THREADS": str(threads)}
-
-
-def watched(command: list[str], lines_of: Path, threads: int | None, log: Path) -> Usage:
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, env=environment(threads), stdout=file, stderr=subprocess.STDOUT
-        )
-        try:
-            with Watch(process.pid, lines_of) as usage:
-                code = process.wait()
-        finally:
-            process.terminate()
-            process.wait()
-    if code:
-        raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-4000:]}")
-    return usage
-
-
 def cpu_of_steps(usage: Usage) -> list[float]:
     return [after[1] - before[1] for before, after in pairwise(usage.marks)][WARM_UP - 1 :]
 
 
 def run_ours(directory: Path, task: Path, length: int, steps: int, servers: int, threads) -> Run:
     path, run = directory / "recipe.yaml", directory / "run"
-    settings = recipe(task / "model", task / "prompts.jsonl", run, length, steps, servers)
-    path.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "megatron_opo", "train", str(path)]
-    usage = watched(command, run / "metrics.jsonl", threads, directory / "log")
-    return Run(
-        read_metrics(run / "metrics.jsonl"),
-        read_samples(run / "samples"),
-        usage.peak_bytes,
-        cpu_of_steps(usage),
+    write_recipe(
+        path, task, prompts=PROMPTS, samples=GROUP, length=length, steps=steps, lr=LEARNING_RATE
     )
-
-
-def read_metrics(path: Path) -> list[Step]:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    first = records[0]["elapsed_s"] - records[0]["timing_s/step"]
-    ends = [first, *(record["elapsed_s"] for record in records)]
-    return [
-        Step(
-            end - before,
-            {
-                name.removeprefix("timing_s/"): value
-                for name, value in record.items()
-                if name.startswith("timing_s/") and name.count("/") == 1
-            },
-            record["response_length/mean"],
-            record["critic/rewards/mean"],
-            record["actor/grad_norm"],
-        )
-        for record, (before, end) in zip(records, pairwise(ends), strict=True)
-    ]
+    usage = train(path, [f"rollout.servers={servers}"], threads)
+    return Run(
+        read_metrics(run), read_samples(run / "samples"), usage.peak_bytes, cpu_of_steps(usage)
+    )
 
 
 def read_samples(directory: Path) -> list[tuple[str, float]]:
@@ -225,8 +118,10 @@ def read_samples(directory: Path) -> list[tuple[str, float]]:
 def run_trl(
     directory: Path, task: Path, length: int, steps: int, tuned: bool, threads, python: Path
 ) -> Run:
+    out = directory / "run"
+    out.mkdir()
     settings = {
-        "out": str(directory),
+        "out": str(out),
         "model": str(task / "model"),
         "data": str(task / "prompts.jsonl"),
         "config": trl_config(length, steps, tuned),
@@ -235,13 +130,9 @@ def run_trl(
     path = directory / "settings.json"
     path.write_text(json.dumps(settings))
     command = [str(python), str(HERE / "versus_trl_side.py"), str(path)]
-    usage = watched(command, directory / "steps.jsonl", threads, directory / "log")
-    return Run(
-        read_trl_steps(directory / "steps.jsonl"),
-        [tuple(each) for each in json.loads((directory / "scored.json").read_text())],
-        usage.peak_bytes,
-        cpu_of_steps(usage),
-    )
+    usage = run_watched(command, out / "steps.jsonl", threads)
+    scored = [tuple(each) for each in json.loads((out / "scored.json").read_text())]
+    return Run(read_trl_steps(out / "steps.jsonl"), scored, usage.peak_bytes, cpu_of_steps(usage))
 
 
 def read_trl_steps(path: Path) -> list[Step]:
@@ -286,7 +177,8 @@ def table(runs: dict[str, list[Run]]) -> list[str]:
         memory = max(run.peak_bytes for run in rounds) / 1e9
         lines.append(
             f"| {name} | {PROMPTS * GROUP / seconds:.0f} | {seconds:.2f} | {cpu:.2f} "
-            f"| {memory:.2f} | {first.reward:.3f}, {last.reward:.3f} | {first.grad_norm:.3f} | {each} |"
+            f"| {memory:.2f} | {first.reward:.3f}, {last.reward:.3f} | {first.grad_norm:.3f} "
+            f"| {each} |"
         )
     return lines
 
@@ -294,21 +186,14 @@ def table(runs: dict[str, list[Run]]) -> list[str]:
 def phase_table(runs: dict[str, list[Run]]) -> list[str]:
     lines = ["| what | seconds of a step, by phase |", "|---|---|"]
     for name, rounds in runs.items():
-        steps = [step for run in rounds for step in run.steady]
-        known = {
-            phase: statistics.median(step.phases.get(phase, 0.0) for step in steps)
-            for phase in dict.fromkeys(phase for step in steps for phase in step.phases)
-        }
-        known.pop("step", None)
-        rest = seconds_of(rounds) - sum(known.values())
-        shown = {phase: value for phase, value in known.items() if value >= 0.005} | {"rest": rest}
-        text = ", ".join(f"{phase} {value:.2f}" for phase, value in shown.items())
-        lines.append(f"| {name} | {text} |")
+        phases = median_phases([step for run in rounds for step in run.steady])
+        shown = ", ".join(f"{phase} {s:.2f}" for phase, s in phases.items() if abs(s) >= 0.005)
+        lines.append(f"| {name} | {shown} |")
     return lines
 
 
 def seconds_of(rounds: list[Run]) -> float:
-    return statistics.median(step.seconds for run in rounds for step in run.steady)
+    return median_seconds(step for run in rounds for step in run.steady)
 
 
 def verdict(runs: dict[str, list[Run]]) -> tuple[list[str], bool]:
@@ -392,8 +277,7 @@ def main() -> int:
     parts, all_met = [], True
     with tempfile.TemporaryDirectory(prefix="versus-") as name:
         task = Path(name)
-        size = make_model(task / "model")
-        write_prompts(task / "prompts.jsonl")
+        size = make_task(task)
         for length in options.lengths:
             runs = take_turns(options, length, python, task)
             lines, met = verdict(runs)
