@@ -32,8 +32,6 @@ from megatron_opo.rollout import (
     ServersLostError,
     SharedBucket,
     SyncStats,
-    close_servers,
-    launch_servers,
     wait_healthy,
 )
 from megatron_opo.runs import (
@@ -41,7 +39,6 @@ from megatron_opo.runs import (
     BestEval,
     changed_fields,
     check_attempt,
-    only_run,
 )
 from megatron_opo.spans import Spans
 from megatron_opo.spmd import Driver
@@ -256,31 +253,26 @@ def open_desk(
     device: str,
     found: Found,
     shared: SharedBucket | None,
+    servers: list[Server],
     spans: Spans | None = None,
 ) -> Desk:
-    """Load the data, start reward workers, and start servers without waiting for them.
+    """Load the data and start reward workers.
 
     Args:
-        device: "cpu" or "cuda", for the servers.
+        device: "cpu" or "cuda", of the servers.
         found: what the run resumes from, and what it does not.
         shared: what weights are sent by, where that is shared memory.
+        servers: which are starting.
         spans: those of this process.
     """
     checkpoint = found.checkpoint
-    tokenizer = load_tokenizer(recipe.model.path)
-    check_tokenizer(tokenizer, hf_config["vocab_size"])
-    train_prompts = load_prompts(recipe.data.train, recipe.data, tokenizer, "train")
-    eval_prompts = None
-    if recipe.data.eval is not None:
-        eval_prompts = load_prompts(recipe.data.eval, recipe.data, tokenizer, "eval")
-        if recipe.data.hold_out_eval:
-            train_prompts = hold_out(train_prompts, eval_prompts)
-    cursor = PromptCursor(train_prompts, shuffle=recipe.data.shuffle, seed=recipe.seed)
-    if checkpoint is not None:
-        cursor.restore(checkpoint.cursor)
     with ExitStack() as resources:
-        if ATTEMPT_VARIABLE not in os.environ:
-            resources.enter_context(only_run(recipe.run_path))
+        rewards = RewardPool(recipe.reward)
+        resources.callback(rewards.close)
+        train_prompts, eval_prompts = load_data(recipe, hf_config)
+        cursor = PromptCursor(train_prompts, shuffle=recipe.data.shuffle, seed=recipe.seed)
+        if checkpoint is not None:
+            cursor.restore(checkpoint.cursor)
         remove_leftovers(recipe.run_path)
         aside = {set_aside(path): problem for path, problem in found.damaged.items()}
         log = RunLog(
@@ -307,12 +299,7 @@ def open_desk(
                 log.warn("it was written without checksums: its files could not be verified")
             for change in changed_fields(checkpoint.recipe, recipe):
                 log.warn(f"the recipe changed since then: {change}")
-        rewards = RewardPool(recipe.reward)
-        resources.callback(rewards.close)
-        # A function that does not load must not cost the start of the servers.
         rewards.wait_ready()
-        servers = launch_servers(recipe.rollout, recipe.model, recipe.run_path / "logs", device)
-        resources.callback(close_servers, servers)
         rollout = Rollout(
             servers,
             recipe.rollout,
@@ -342,6 +329,19 @@ def open_desk(
 def phase(desk: Desk | None, driver: Driver, name: str):
     """Of all ranks: a span on each, and shown as what is going on."""
     return desk.log.phase(name) if desk else driver.spans.of(name)
+
+
+def load_data(recipe: Recipe, hf_config: dict) -> tuple[PromptSet, PromptSet | None]:
+    """The prompts to train on and to evaluate."""
+    tokenizer = load_tokenizer(recipe.model.path)
+    check_tokenizer(tokenizer, hf_config["vocab_size"])
+    train_prompts = load_prompts(recipe.data.train, recipe.data, tokenizer, "train")
+    if recipe.data.eval is None:
+        return train_prompts, None
+    eval_prompts = load_prompts(recipe.data.eval, recipe.data, tokenizer, "eval")
+    if recipe.data.hold_out_eval:
+        train_prompts = hold_out(train_prompts, eval_prompts)
+    return train_prompts, eval_prompts
 
 
 def summary_rows(

@@ -34,7 +34,7 @@ from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.profiling import Profiler
 from megatron_opo.recipe import Recipe
-from megatron_opo.rollout import SharedBucket, SyncStats, parts_of, share_over_nodes
+from megatron_opo.rollout import Server, SharedBucket, SyncStats, parts_of, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver, DriverFailed
 from megatron_opo.update import take_step
@@ -46,10 +46,11 @@ T = TypeVar("T")
 OnServers = Callable[[Callable[[], Any]], Any]
 
 
-def train(recipe: Recipe, parallel: Parallel) -> int:
+def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
     """Run the recipe from its newest checkpoint, or from the model directory, to its last step.
 
-    The signal that asked it to stop before that (`stop`), after a checkpoint, or 0.
+    The signal that asked it to stop before that (`stop`), after a checkpoint, or 0. `servers` are
+    rank 0's, which are starting.
     """
     driver = Driver(parallel.rank, parallel.control)
     hf_config = check_model(recipe)
@@ -57,7 +58,9 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
     found = find_whole_checkpoint(recipe.run_path, parallel)
     device = parallel.device.type
     shared = open_shared_bucket(recipe, hf_config, parallel)
-    desk = driver.run(lambda: open_desk(recipe, hf_config, device, found, shared, driver.spans))
+    desk = driver.run(
+        lambda: open_desk(recipe, hf_config, device, found, shared, servers, driver.spans)
+    )
     checkpoints = CheckpointWriter(recipe, driver, parallel, found.version)
     with desk or nullcontext(), checkpoints, profiler:
         actor = start(recipe, hf_config, parallel, driver, desk, found.checkpoint, shared)

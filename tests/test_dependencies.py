@@ -39,6 +39,7 @@ ALLOWED = {
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
     "node": BASE | {"cluster", "launch", "preflight", "rollout", "runs"},
+    "early": {"recipe", "rollout", "runs"},
     "desk": BASE
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "spans"}
@@ -53,7 +54,8 @@ ALLOWED = {
     "train_only": BASE
     | {"actor", "advantages", "model_fit", "replay", "runs", "spmd", "train", "update"},
     "rollout_only": BASE
-    | {"advantages", "checkpoint_files", "collect", "desk", "model_fit", "observe", "replay"},
+    | {"advantages", "checkpoint_files", "collect", "desk", "early"}
+    | {"model_fit", "observe", "replay"},
 }
 ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": {"sglang_plugin"}}
 

@@ -171,6 +171,8 @@ def test_only_who_has_the_key_is_answered(current, qwen_pool):
     processes += processes[0].children(recursive=True)
     shown = [" ".join(process.cmdline()) for process in processes]
     assert len(shown) > 3 and "sglang.launch_server" in shown[0]
+    # They are forked, so that only one of them had to import SGLang.
+    assert not any("multiprocessing" in text for text in shown)
     shown += [server.log.read_text(), repr(server)]
     assert "'api_key': '(hidden)'" in shown[-2]
     assert not [text for text in shown if API_KEY in text]

@@ -55,7 +55,7 @@ def bring_back(rollout, server) -> None:
 def scheduler_of(server) -> int:
     """The first process that the server's own one, the guard's child, starts to work for it."""
     (main,) = psutil.Process(server.process.pid).children()
-    return min(p.pid for p in main.children() if "spawn_main" in " ".join(p.cmdline()))
+    return min(p.pid for p in main.children())
 
 
 def kill_all(server) -> None:
