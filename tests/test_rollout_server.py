@@ -251,7 +251,7 @@ def cancel(processes: list[psutil.Process]) -> None:
 # they have not yet asked the kernel to die with it.
 @pytest.mark.parametrize(
     ("end", "processes"),
-    [(signal.SIGKILL, 2), (signal.SIGKILL, 4), ("cancel", 5), ("exit", 4)],
+    [(signal.SIGKILL, 2), (signal.SIGKILL, 5), ("cancel", 4), ("exit", 4)],
 )
 def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processes):
     # One that is too long for the sockets of a server, and one that is not.
