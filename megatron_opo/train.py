@@ -325,7 +325,7 @@ def evaluate(desk: Desk, version: int) -> None:
         return
     desk.owes_eval = True
     with desk.log.phase("eval"):
-        groups = desk.stop.unless_asked(lambda: desk.score(desk.generate_eval(version)))
+        groups = desk.stop.unless_asked(lambda: desk.sample_and_score_eval(version))
     if groups is None:
         return
     with desk.log.phase("log"):

@@ -123,16 +123,18 @@ def test_stop_tokens_end_a_response_and_belong_to_it(current):
         assert (s.finish_reason == "stop") == (s.response_ids[-1] == 1)
 
 
-def test_each_sample_is_announced_once_and_counted(current):
+def test_each_group_is_announced_once_and_counted(current):
     rollout, _, version = current
     seen = []
-    groups = sample(rollout, prompts(5), version, on_sample=seen.append)
-    assert sorted(seen, key=id) == sorted((s for g in groups for s in g.samples), key=id)
+    groups = sample(rollout, prompts(5), version, on_group=seen.append)
+    assert sorted(map(id, seen)) == sorted(map(id, groups))
     stats = rollout.stats
     assert (stats.requests, stats.retries, stats.samples) == (5, 0, 5 * G)
-    assert stats.response_tokens == sum(s.length for s in seen)
+    assert stats.response_tokens == sum(s.length for g in seen for s in g.samples)
     assert stats.prompt_tokens == sum(len(p.token_ids) for p in prompts(5))
-    assert stats.seconds > 0
+    assert stats.read_tokens == G * stats.prompt_tokens
+    assert len(stats.arrivals) == 5 and 0 < max(stats.arrivals) <= stats.seconds
+    assert stats.tail_seconds == stats.seconds - stats.arrivals[-1]
 
 
 def test_other_versions_are_refused(current, qwen_pool):

@@ -68,6 +68,11 @@ def sampling_request(
     }
 
 
+def prefill_request(prompt: Prompt) -> dict[str, Any]:
+    """The body of /generate that only has the prompt computed and kept."""
+    return {"input_ids": list(prompt.token_ids), "sampling_params": {"max_new_tokens": 0}}
+
+
 def read_samples(
     answer: Any,
     prompt: Prompt,
@@ -104,10 +109,11 @@ def read_samples(
     return tuple(samples)
 
 
-def response_tokens(answer: Any) -> int:
-    """Of all samples of an answer that was read."""
+def count(answer: Any, tokens: str) -> int:
+    """Of all samples of an answer that was read; `tokens` is "completion_tokens" or
+    "cached_tokens"."""
     items = [answer] if isinstance(answer, dict) else answer
-    return sum(item["meta_info"].get("completion_tokens", 0) for item in items)
+    return sum(item["meta_info"].get(tokens) or 0 for item in items)
 
 
 def _read_sample(
