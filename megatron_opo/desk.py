@@ -78,7 +78,7 @@ class Desk:
 
     def wait_until_ready(self) -> None:
         """The servers answer."""
-        with self.log.phase("start"):
+        with self.log.phase("servers"):
             wait_healthy(
                 self.rollout.servers, self.recipe.rollout.start_timeout_s, on_wait=self._show_wait
             )
@@ -103,7 +103,7 @@ class Desk:
         Raises:
             ServerError: none will.
         """
-        with self.log.phase("start"):
+        with self.log.phase("servers"):
             self.stop.unless_asked(lambda: self.rollout.wait_for_one(on_wait=self._show_wait))
 
     def sync(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncStats | None:
@@ -199,6 +199,7 @@ class Desk:
         progress = self._progress(len(prompts) * samples_per_prompt)
 
         def on_group(group: Group) -> None:
+            self.log.first_sample()
             scoring.add(group)
             progress(*group.samples)
 

@@ -4,6 +4,8 @@ For a look at data, rewards and servers: what the weights of `model.path` answer
 a run directory of its own, with every batch kept.
 """
 
+import gc
+
 import torch
 
 from megatron_opo.advantages import NEEDS_SCORES
@@ -48,6 +50,7 @@ def rollout_only(recipe: Recipe) -> int:
         open_desk(recipe, hf_config, device, Found(None), None, servers) as desk,
     ):
         desk.wait_until_ready()
+        gc.freeze()  # as in `train`
         for step in range(recipe.train.steps):
             batch = collect(desk, version=0)
             if batch is None:

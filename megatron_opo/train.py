@@ -5,6 +5,7 @@ cursor, servers, reward workers, log); `driver.run` is how a stage of rank 0 sta
 program. On the other ranks `desk`, and whatever a stage returns, is None, whatever its type says.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_opo import BEGAN
 from megatron_opo.actor.checkpoint import find_whole_checkpoint, load_checkpoint
 from megatron_opo.actor.checkpoint_writer import CheckpointWriter
 from megatron_opo.actor.parallel import Parallel
@@ -53,14 +55,16 @@ def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
     rank 0's, which are starting.
     """
     driver = Driver(parallel.rank, parallel.control)
+    driver.spans.add_earlier("imports", BEGAN)
     hf_config = check_model(recipe)
     profiler = Profiler(recipe, parallel.device, driver)
     found = find_whole_checkpoint(recipe.run_path, parallel)
     device = parallel.device.type
     shared = open_shared_bucket(recipe, hf_config, parallel)
-    desk = driver.run(
-        lambda: open_desk(recipe, hf_config, device, found, shared, servers, driver.spans)
-    )
+    with driver.spans.of("data"):
+        desk = driver.run(
+            lambda: open_desk(recipe, hf_config, device, found, shared, servers, driver.spans)
+        )
     checkpoints = CheckpointWriter(recipe, driver, parallel, found.version)
     with desk or nullcontext(), checkpoints, profiler:
         actor = start(recipe, hf_config, parallel, driver, desk, found.checkpoint, shared)
@@ -75,6 +79,7 @@ def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
         if found.checkpoint and found.checkpoint.owes_eval:
             on_servers(lambda: evaluate(desk, version=actor.version))
 
+        gc.freeze()  # what was imported and built stays: no use in looking through it again
         profiler.turn_to(actor.version + 1, desk)
         while (step := actor.version) < recipe.train.steps:
             batch = on_servers(lambda: collect(desk, version=step))
@@ -129,13 +134,14 @@ def start(
         # Servers take a share of the memory that they find free: they come first, and go.
         driver.run(lambda: desk.wait_until_ready())
         driver.run(lambda: desk.release_servers())
-    actor = Actor(recipe, hf_config, parallel, driver)
-    load_start(actor)
-    actor.weights_loaded()
-    if checkpoint:
-        load_checkpoint(actor, checkpoint)
-    if recipe.train.check_ranks_every:
-        check_replicas(actor)
+    with phase(desk, driver, "model"):
+        actor = Actor(recipe, hf_config, parallel, driver)
+        load_start(actor)
+        actor.weights_loaded()
+        if checkpoint:
+            load_checkpoint(actor, checkpoint)
+        if recipe.train.check_ranks_every:
+            check_replicas(actor)
     if hands_over:
         hand_over_to_servers(actor, desk, driver)
     else:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import threading
 import urllib.error
 from collections import Counter
@@ -218,8 +217,9 @@ def change_answer(change):
 
 
 def all_logprobs_nan(one):
+    """As SGLang says it."""
     for pair in one["meta_info"]["output_token_logprobs"]:
-        pair[0] = math.nan
+        pair[0] = None
 
 
 FAULTS = {
@@ -228,7 +228,7 @@ FAULTS = {
     "garbage": ((200, b"{{nonsense"), "not JSON.*nonsense"),
     "no text": ((200, b"\xff\xfe"), "."),
     "dropped connection": (DROP, "did not answer /generate"),
-    "NaN logprobs": (change_answer(all_logprobs_nan), "logprob nan"),
+    "NaN logprobs": (change_answer(all_logprobs_nan), "logprob None"),
     "one sample too few": (
         lambda content: (200, json.dumps(json.loads(content)[1:]).encode()),
         f"{G - 1} samples came back, {G} were asked for",

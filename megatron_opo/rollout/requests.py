@@ -1,7 +1,6 @@
 """Requests to the servers, repeated until an answer is of use."""
 
 import asyncio
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
+import orjson
 
 from megatron_opo.errors import OnPolicyError, ServerError
 from megatron_opo.recipe import RolloutConfig
@@ -150,15 +150,22 @@ class Requests:
     async def _post(self, server: Server, body: dict[str, Any]) -> Any:
         timeout_s = self._config.request_timeout_s
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"Content-Type": "application/json", **server.headers}
+        data = orjson.dumps(body)
         try:
             async with self._session.post(
-                server.url + "/generate", json=body, headers=server.headers, timeout=timeout
+                server.url + "/generate", data=data, headers=headers, timeout=timeout
             ) as got:
-                text, status = await got.text(), got.status
+                content, status = await got.read(), got.status
         except (aiohttp.ClientError, TimeoutError) as error:
             raise NoAnswerError(no_answer(server, "/generate", error, timeout_s)) from None
-        except UnicodeDecodeError as error:
-            raise BadAnswerError(f"not text: {error}") from None
+        if status == 200:
+            try:
+                return orjson.loads(content)
+            except ValueError:
+                shown = shorten(content.decode(errors="replace"))
+                raise BadAnswerError(f"not JSON: {shown!r}") from None
+        text = content.decode(errors="replace")
         if status >= 500 or status in (408, 429):
             raise NoAnswerError(f"status {status}: {shorten(text)}")
         if status in (401, 403):
@@ -166,16 +173,10 @@ class Requests:
                 f"{server.name} ({server.url}) wants another API key (status {status}): set "
                 f"{API_KEY_VARIABLE} to the one it was started with"
             )
-        if status != 200:
-            # The request itself is at fault; no other attempt would do better.
-            raise ServerError(
-                f"{server.name} ({server.url}) refused a request with status {status}: "
-                f"{shorten(text)}"
-            )
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise BadAnswerError(f"not JSON: {shorten(text)!r}") from None
+        # The request itself is at fault; no other attempt would do better.
+        raise ServerError(
+            f"{server.name} ({server.url}) refused a request with status {status}: {shorten(text)}"
+        )
 
 
 Work = Callable[[Requests, T], Coroutine[Any, Any, R]]
