@@ -204,6 +204,36 @@ def test_no_more_samples_in_flight_than_allowed(current, qwen_pool):
     assert 1 <= most[0] <= 2
 
 
+def test_the_longest_prompts_go_first_each_before_its_group(current, qwen_pool):
+    _, _, version = current
+    lengths = [3, 40, 7, 90, 31]
+    asked = [Prompt(f"q{n}", tuple(5 + i % 80 for i in range(n)), "", "t", None) for n in lengths]
+    with FaultyProxy(qwen_pool.servers[0].url) as proxy:
+        rollout = qwen_pool.rollout([proxy.server], max_concurrent_requests=G)
+        rollout.needs_sync = False
+        assert_whole(sample(rollout, asked, version), asked, version)
+        sent = [body["input_ids"] for path, body in proxy.seen if path == "/generate"]
+        assert sent == [
+            *(list(asked[3].token_ids), [list(asked[3].token_ids)] * G),
+            *(list(asked[1].token_ids), [list(asked[1].token_ids)] * G),
+            *([list(asked[i].token_ids)] * G for i in (4, 2, 0)),
+        ]
+
+        # One after the other: the longest two are there first.
+        groups = sample(rollout, asked, version, enough=2)
+        assert [group.prompt.id for group in groups] == ["q40", "q90"]
+        assert rollout.stats.given_up == 3
+        assert proxy.seen[-1] == ("/abort_request", {"rid": "", "abort_all": True})
+        # The shortest comes last, and is waited for.
+        seen = []
+        groups = sample(
+            rollout, asked, version, enough=2, required=[asked[0]], on_group=seen.append
+        )
+        assert [group.prompt.id for group in groups] == ["q3", "q90"]
+        assert len(seen) == 5 and rollout.stats.given_up == 3
+        assert_whole(sample(rollout, asked, version), asked, version)
+
+
 def change_answer(change):
     """A fault that edits each sample of the server's answer."""
 
