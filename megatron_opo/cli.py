@@ -11,7 +11,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from megatron_opo.stop import Terminated
 
 if TYPE_CHECKING:
     from megatron_opo.actor.parallel import Parallel
+    from megatron_opo.rollout import Server
 
 # What gloo says when a process at the other end is gone.
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
@@ -249,6 +251,36 @@ def _rollout_only(recipe: Recipe, fresh: bool) -> int:
 
 
 def _train_rank(recipe: Recipe, files: list[Path], fresh: bool = False) -> int:
+    with ExitStack() as held:
+        begun = None
+        if not files and os.environ.get("RANK", "0") == "0":
+            begun = _begin(recipe, fresh, held)
+        return _run_rank(recipe, files, begun)  # pyright: ignore[reportArgumentType]
+
+
+def _begin(recipe: Recipe, fresh: bool, held: ExitStack) -> "Future[list[Server] | None]":
+    """On rank 0, before the imports that take seconds: have its servers started; None when the run
+    is finished already. An error is for all ranks to hear, so it waits."""
+    import torch
+
+    from megatron_opo.early import started_servers
+
+    begun: Future[list[Server] | None] = Future()
+    try:
+        if fresh:
+            _move_aside(recipe.run_path)
+        servers = None
+        if not _is_finished(recipe):
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            servers = held.enter_context(started_servers(recipe, device))
+        begun.set_result(servers)
+    except OpoError as error:
+        begun.set_exception(error)
+    return begun
+
+
+def _run_rank(recipe: Recipe, files: list[Path], begun: "Future[list[Server] | None]") -> int:
+    """`begun` is rank 0's; None elsewhere, as in `train`."""
     rank = int(os.environ.get("RANK", "0"))
     # Megatron's own warnings, about what a user can do nothing about.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\b")
@@ -266,8 +298,8 @@ def _train_rank(recipe: Recipe, files: list[Path], fresh: bool = False) -> int:
         signum = 0
         if files:
             replay(recipe, files, parallel)
-        elif not _is_done(recipe, fresh, parallel):
-            signum = train(recipe, parallel)
+        elif not _is_done(begun, parallel):
+            signum = train(recipe, parallel, (begun and begun.result()) or [])
     except DriverFailed:
         return EXIT_CONSEQUENCE
     except OpoError as error:
@@ -286,20 +318,11 @@ def _train_rank(recipe: Recipe, files: list[Path], fresh: bool = False) -> int:
     return stopped_code(signum)
 
 
-def _is_done(recipe: Recipe, fresh: bool, parallel: "Parallel") -> bool:
-    """What torchrun's ranks have to find out together: `_train` has not looked for them."""
-    import torch
-
+def _is_done(begun: "Future[list[Server] | None]", parallel: "Parallel") -> bool:
     from megatron_opo.spmd import Driver
 
-    def look() -> bool:
-        if fresh:
-            _move_aside(recipe.run_path)
-        return _is_finished(recipe)
-
     driver = Driver(parallel.rank, parallel.control)
-    done = driver.run(look)
-    return bool(driver.share([torch.tensor([bool(done)])])[0])
+    return driver.agree(bool(driver.run(lambda: begun.result() is None)))
 
 
 def _follows_interrupt(error: BaseException | None) -> bool:

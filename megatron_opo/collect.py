@@ -37,19 +37,12 @@ def _collect(desk: Desk, version: int) -> PackedBatch:
     recipe = desk.recipe
     dynamic = recipe.rollout.dynamic_sampling
 
-    def draw(count: int) -> list[Group]:
-        with desk.log.phase("generate"):
-            prompts = desk.cursor.next(count)
-            groups = desk.generate(prompts, version)
-        with desk.log.phase("reward"):
-            return desk.score(groups)
-
     def shape(groups: list[Group]) -> list[Group]:
         return shape_rewards(groups, recipe.algorithm, recipe.rollout.max_response_tokens)
 
     desk.start_step()
     desk.drawn = draw_groups(
-        draw,
+        lambda count: desk.sample_and_score(count, version),
         wanted=recipe.rollout.prompts_per_step,
         max_rounds=dynamic.max_rounds if dynamic.enabled else 1,
         keep=lambda group: not dynamic.enabled or has_signal(*shape([group])),

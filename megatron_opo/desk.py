@@ -4,12 +4,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_opo.advantages.advice import contradictions
-from megatron_opo.batch import Group, PackedBatch, Prompt, pack
+from megatron_opo.batch import Group, PackedBatch, Prompt, Sample, pack
 from megatron_opo.checkpoint_files import Found, remove_leftovers, set_aside
 from megatron_opo.dynamic_sampling import Drawn, draw_metrics
 from megatron_opo.environment import versions
@@ -24,7 +25,7 @@ from megatron_opo.prompts import (
     load_tokenizer,
 )
 from megatron_opo.recipe import Recipe, dump_recipe
-from megatron_opo.rewards import RewardPool
+from megatron_opo.rewards import RewardPool, Scoring
 from megatron_opo.rollout import (
     Rollout,
     RolloutStats,
@@ -32,8 +33,6 @@ from megatron_opo.rollout import (
     ServersLostError,
     SharedBucket,
     SyncStats,
-    close_servers,
-    launch_servers,
     wait_healthy,
 )
 from megatron_opo.runs import (
@@ -41,7 +40,6 @@ from megatron_opo.runs import (
     BestEval,
     changed_fields,
     check_attempt,
-    only_run,
 )
 from megatron_opo.spans import Spans
 from megatron_opo.spmd import Driver
@@ -49,6 +47,8 @@ from megatron_opo.stop import StopRequest
 
 T = TypeVar("T")
 
+# Of a prompt whose group was given up (rollout.extra_prompts).
+MOST_TIMES_BACK = 2
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 32
 
@@ -78,7 +78,7 @@ class Desk:
 
     def wait_until_ready(self) -> None:
         """The servers answer."""
-        with self.log.phase("start"):
+        with self.log.phase("servers"):
             wait_healthy(
                 self.rollout.servers, self.recipe.rollout.start_timeout_s, on_wait=self._show_wait
             )
@@ -103,7 +103,7 @@ class Desk:
         Raises:
             ServerError: none will.
         """
-        with self.log.phase("start"):
+        with self.log.phase("servers"):
             self.stop.unless_asked(lambda: self.rollout.wait_for_one(on_wait=self._show_wait))
 
     def sync(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> SyncStats | None:
@@ -147,61 +147,93 @@ class Desk:
         check_attempt(self.recipe.run_path)
         self.samplings = []
 
-    def generate(self, prompts: list[Prompt], version: int) -> list[Group]:
-        """A group for each prompt, with its greedy response where the estimator wants that."""
-        config = self.recipe.rollout
-        groups = self._sample(prompts, version, config.samples_per_prompt, config.temperature)
-        if self.recipe.algorithm.estimator != "remax":
-            return groups
-        greedy = self._sample(prompts, version, 1, temperature=0.0)
+    def sample_and_score(self, count: int, version: int) -> list[Group]:
+        """So many groups, of the next prompts; each is scored as soon as it is there. With its
+        greedy response where the estimator wants that."""
+        with self.rewards.scoring() as scoring:
+            with self.log.phase("generate"):
+                groups = self._sample_next(count, version, scoring)
+                greedy = self._sample_greedily(groups, version, scoring)
+            with self.log.phase("reward"):
+                scored = self._scored(scoring, [*groups, *greedy])
         return [
-            replace(group, greedy=only.samples[0])
-            for group, only in zip(groups, greedy, strict=True)
+            replace(group, greedy=only.samples[0]) if only else group
+            for group, only in zip_longest(scored[:count], scored[count:])
         ]
 
+    def _sample_next(self, count: int, version: int, scoring: Scoring) -> list[Group]:
+        """With rollout.extra_prompts: the first `count` that are there. The prompts of others come
+        first the next time, and a second time; then they are waited for."""
+        config = self.recipe.rollout
+        prompts = self.cursor.next(count + config.extra_prompts)
+        awaited = [p for p in prompts if self.cursor.times_back(p) >= MOST_TIMES_BACK]
+        groups = self._sample(
+            prompts,
+            version,
+            scoring,
+            samples_per_prompt=config.samples_per_prompt,
+            temperature=config.temperature,
+            enough=count,
+            required=awaited[:count],
+        )
+        there = {group.prompt.id for group in groups}
+        self.cursor.take_back([prompt for prompt in prompts if prompt.id not in there])
+        return groups
+
+    def _sample_greedily(self, groups: list[Group], version: int, scoring: Scoring) -> list[Group]:
+        if self.recipe.algorithm.estimator != "remax":
+            return []
+        prompts = [group.prompt for group in groups]
+        return self._sample(prompts, version, scoring, samples_per_prompt=1, temperature=0.0)
+
     def _sample(
-        self, prompts: list[Prompt], version: int, samples_per_prompt: int, temperature: float
+        self,
+        prompts: list[Prompt],
+        version: int,
+        scoring: Scoring,
+        *,
+        samples_per_prompt: int,
+        **settings: Any,
     ) -> list[Group]:
+        """Groups that are being scored."""
+        progress = self._progress(len(prompts) * samples_per_prompt)
+
+        def on_group(group: Group) -> None:
+            self.log.first_sample()
+            scoring.add(group)
+            progress(*group.samples)
+
         groups = self.rollout.generate(
             prompts,
             samples_per_prompt=samples_per_prompt,
             version=version,
-            temperature=temperature,
             max_response_tokens=self.recipe.rollout.max_response_tokens,
             stop_token_ids=self.recipe.rollout.stop_token_ids,
-            on_sample=self._progress(len(prompts) * samples_per_prompt),
+            on_group=on_group,
+            **settings,
         )
         self.samplings.append(self.rollout.stats)
         return groups
 
-    def generate_eval(self, version: int) -> list[Group]:
+    def _scored(self, scoring: Scoring, groups: list[Group]) -> list[Group]:
+        samples = sum(len(group.samples) for group in groups)
+        return scoring.results(groups, on_sample=self._progress(samples))
+
+    def sample_and_score_eval(self, version: int) -> list[Group]:
         """`eval.samples_per_prompt` responses to every held-out prompt."""
         assert self.eval_prompts is not None
-        config, prompts = self.recipe.eval, list(self.eval_prompts.prompts)
-        return self.rollout.generate(
-            prompts,
-            samples_per_prompt=config.samples_per_prompt,
-            version=version,
-            purpose="eval",
-            temperature=config.temperature,
-            top_p=config.top_p,
-            max_response_tokens=self.recipe.rollout.max_response_tokens,
-            stop_token_ids=self.recipe.rollout.stop_token_ids,
-            on_sample=self._progress(len(prompts) * config.samples_per_prompt),
-        )
-
-    def score(self, groups: list[Group]) -> list[Group]:
-        greedy = [Group(g.prompt, (g.greedy,)) for g in groups if g.greedy is not None]
-        asked = [*groups, *greedy]
-        scored = self.rewards.score(
-            asked, on_sample=self._progress(sum(len(group.samples) for group in asked))
-        )
-        if not greedy:
-            return scored
-        return [
-            replace(group, greedy=only.samples[0])
-            for group, only in zip(scored[: len(groups)], scored[len(groups) :], strict=True)
-        ]
+        config = self.recipe.eval
+        with self.rewards.scoring() as scoring:
+            groups = self._sample(
+                list(self.eval_prompts.prompts),
+                version,
+                scoring,
+                samples_per_prompt=config.samples_per_prompt,
+                purpose="eval",
+                temperature=config.temperature,
+                top_p=config.top_p,
+            )
+            return self._scored(scoring, groups)
 
     def probe(self, version: int) -> PackedBatch:
         """A few short responses with the servers' logprobs, to hold against the actor's."""
@@ -223,25 +255,34 @@ class Desk:
         """Of the step in hand; what dynamic sampling dropped is counted only here."""
         seconds = max(sum(stats.seconds for stats in self.samplings), 1e-9)
         tokens = sum(stats.response_tokens for stats in self.samplings)
+        tail = sum(stats.tail_seconds for stats in self.samplings)
+        read = sum(stats.read_tokens for stats in self.samplings)
+        cached = sum(stats.cached_tokens for stats in self.samplings)
         metrics = {
             "rollout/retries": float(sum(stats.retries for stats in self.samplings)),
             "rollout/servers": float(len(self.rollout.serving)),
             "rollout/restarts": float(self.rollout.restarts),
+            "rollout/tail_seconds": tail,
+            "rollout/tail_share": tail / seconds,
+            "rollout/cached_prompt_share": cached / max(read, 1),
             "perf/generate_tokens_per_second": tokens / seconds,
         }
+        if self.recipe.rollout.extra_prompts:
+            given_up = sum(stats.given_up for stats in self.samplings)
+            metrics["rollout/groups_given_up"] = float(given_up)
         if self.recipe.rollout.dynamic_sampling.enabled:
             metrics |= draw_metrics(self.drawn)
         return metrics
 
-    def _progress(self, total: int):
+    def _progress(self, total: int) -> Callable[..., None]:
         done = 0
 
-        def on_sample(*_: Any) -> None:
+        def on_samples(*samples: Sample) -> None:
             nonlocal done
-            done += 1
+            done += len(samples)
             self.log.advance(done, total)
 
-        return on_sample
+        return on_samples
 
     def __enter__(self) -> "Desk":
         return self
@@ -256,31 +297,26 @@ def open_desk(
     device: str,
     found: Found,
     shared: SharedBucket | None,
+    servers: list[Server],
     spans: Spans | None = None,
 ) -> Desk:
-    """Load the data, start reward workers, and start servers without waiting for them.
+    """Load the data and start reward workers.
 
     Args:
-        device: "cpu" or "cuda", for the servers.
+        device: "cpu" or "cuda", of the servers.
         found: what the run resumes from, and what it does not.
         shared: what weights are sent by, where that is shared memory.
+        servers: which are starting.
         spans: those of this process.
     """
     checkpoint = found.checkpoint
-    tokenizer = load_tokenizer(recipe.model.path)
-    check_tokenizer(tokenizer, hf_config["vocab_size"])
-    train_prompts = load_prompts(recipe.data.train, recipe.data, tokenizer, "train")
-    eval_prompts = None
-    if recipe.data.eval is not None:
-        eval_prompts = load_prompts(recipe.data.eval, recipe.data, tokenizer, "eval")
-        if recipe.data.hold_out_eval:
-            train_prompts = hold_out(train_prompts, eval_prompts)
-    cursor = PromptCursor(train_prompts, shuffle=recipe.data.shuffle, seed=recipe.seed)
-    if checkpoint is not None:
-        cursor.restore(checkpoint.cursor)
     with ExitStack() as resources:
-        if ATTEMPT_VARIABLE not in os.environ:
-            resources.enter_context(only_run(recipe.run_path))
+        rewards = RewardPool(recipe.reward)
+        resources.callback(rewards.close)
+        train_prompts, eval_prompts = load_data(recipe, hf_config)
+        cursor = PromptCursor(train_prompts, shuffle=recipe.data.shuffle, seed=recipe.seed)
+        if checkpoint is not None:
+            cursor.restore(checkpoint.cursor)
         remove_leftovers(recipe.run_path)
         aside = {set_aside(path): problem for path, problem in found.damaged.items()}
         log = RunLog(
@@ -307,12 +343,7 @@ def open_desk(
                 log.warn("it was written without checksums: its files could not be verified")
             for change in changed_fields(checkpoint.recipe, recipe):
                 log.warn(f"the recipe changed since then: {change}")
-        rewards = RewardPool(recipe.reward)
-        resources.callback(rewards.close)
-        # A function that does not load must not cost the start of the servers.
         rewards.wait_ready()
-        servers = launch_servers(recipe.rollout, recipe.model, recipe.run_path / "logs", device)
-        resources.callback(close_servers, servers)
         rollout = Rollout(
             servers,
             recipe.rollout,
@@ -342,6 +373,19 @@ def open_desk(
 def phase(desk: Desk | None, driver: Driver, name: str):
     """Of all ranks: a span on each, and shown as what is going on."""
     return desk.log.phase(name) if desk else driver.spans.of(name)
+
+
+def load_data(recipe: Recipe, hf_config: dict) -> tuple[PromptSet, PromptSet | None]:
+    """The prompts to train on and to evaluate."""
+    tokenizer = load_tokenizer(recipe.model.path)
+    check_tokenizer(tokenizer, hf_config["vocab_size"])
+    train_prompts = load_prompts(recipe.data.train, recipe.data, tokenizer, "train")
+    if recipe.data.eval is None:
+        return train_prompts, None
+    eval_prompts = load_prompts(recipe.data.eval, recipe.data, tokenizer, "eval")
+    if recipe.data.hold_out_eval:
+        train_prompts = hold_out(train_prompts, eval_prompts)
+    return train_prompts, eval_prompts
 
 
 def summary_rows(

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_opo import BEGAN, BEGAN_VARIABLE
 from megatron_opo.errors import LogError
 from megatron_opo.stop import SAME_WISH_SECONDS
 
@@ -143,6 +144,7 @@ def _environment(seats: Seats) -> dict[str, str]:
     return os.environ | {
         "WORLD_SIZE": str(seats.world_size),
         "LOCAL_WORLD_SIZE": str(here),
+        BEGAN_VARIABLE: str(BEGAN),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         **seats.rendezvous,
     }

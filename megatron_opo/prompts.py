@@ -211,14 +211,21 @@ def _order(rows: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
     return sorted(range(rows), key=key)
 
 
+def _of_epoch(epoch: int, prompt: Prompt) -> Prompt:
+    return replace(prompt, id=f"e{epoch}-{prompt.id}")
+
+
 class PromptCursor:
     """Deals prompts out without end: every epoch has each prompt once, in an order of its own.
 
-    The id of a dealt prompt is "e{epoch}-{row}", unique over the run.
+    The id of a dealt prompt is "e{epoch}-{row}", unique over the run. One that was not trained can
+    be taken back; then it comes again, before all others.
     """
 
     def __init__(self, prompts: PromptSet, shuffle: bool, seed: int):
         self._prompts, self._shuffle, self._seed = prompts, shuffle, seed
+        self._back: list[Prompt] = []
+        self._times_back: dict[str, int] = {}
         self._start(epoch=0, position=0)
 
     def _start(self, epoch: int, position: int) -> None:
@@ -226,18 +233,29 @@ class PromptCursor:
         self._epoch_order = _order(len(self._prompts), self._shuffle, self._seed, epoch)
 
     def next(self, n: int) -> list[Prompt]:
-        dealt = []
-        for _ in range(n):
+        dealt, self._back = self._back[:n], self._back[n:]
+        while len(dealt) < n:
             if self._position == len(self._epoch_order):
                 self._start(self._epoch + 1, position=0)
             prompt = self._prompts.prompts[self._epoch_order[self._position]]
-            dealt.append(replace(prompt, id=f"e{self._epoch}-{prompt.id}"))
+            dealt.append(_of_epoch(self._epoch, prompt))
             self._position += 1
         return dealt
 
+    def take_back(self, prompts: list[Prompt]) -> None:
+        """Which were dealt by the latest `next`."""
+        times = {prompt.id: self.times_back(prompt) + 1 for prompt in prompts}
+        self._times_back = times | {p.id: self.times_back(p) for p in self._back}
+        self._back = [*prompts, *self._back]
+
+    def times_back(self, prompt: Prompt) -> int:
+        """How often it was taken back, if it still is, or was dealt by the latest `next`."""
+        return self._times_back.get(prompt.id, 0)
+
     def state(self) -> dict[str, Any]:
         """JSON-like; the next prompt after `restore` is the next one now."""
-        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+        back = [[prompt.id, self.times_back(prompt)] for prompt in self._back]
+        return {"epoch": self._epoch, "position": self._position, "back": back, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -273,3 +291,9 @@ class PromptCursor:
                 "start a new run from the exported model"
             )
         self._start(state["epoch"], state["position"])
+        self._times_back = dict(state.get("back", ()))
+        rows = {prompt.id: prompt for prompt in self._prompts.prompts} if self._times_back else {}
+        self._back = []
+        for name in self._times_back:
+            epoch, _, row = name.removeprefix("e").partition("-")
+            self._back.append(_of_epoch(int(epoch), rows[row]))

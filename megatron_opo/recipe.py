@@ -162,6 +162,12 @@ class RolloutConfig(Section):
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    extra_prompts: NonNegativeInt = Field(
+        default=0,
+        description="sample so many more than a step trains, and give those up that are not there "
+        "when it has enough: these come first in the next steps. Favours short responses, and "
+        "makes a run depend on timing",
+    )
     urls: tuple[str, ...] = Field(
         default=(), description="servers that already run; empty: launch `servers` of them"
     )
@@ -234,10 +240,16 @@ class RolloutConfig(Section):
         return device == "cpu" if self.deterministic is None else self.deterministic
 
     @model_validator(mode="after")
-    def _addresses(self):
+    def _addresses_and_counts(self):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`urls`: {url!r} must begin with http:// (http://host:30000)")
+        if self.extra_prompts > self.prompts_per_step:
+            raise ValueError(
+                f"`extra_prompts` is {self.extra_prompts}, but a step trains only "
+                f"{self.prompts_per_step} (prompts_per_step): give so many at most; an eighth of "
+                "them is a good start"
+            )
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"`urls` names a server twice: {list(self.urls)}")
         if self.port and self.port + self.servers - 1 > 65_535:

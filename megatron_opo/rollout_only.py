@@ -4,12 +4,15 @@ For a look at data, rewards and servers: what the weights of `model.path` answer
 a run directory of its own, with every batch kept.
 """
 
+import gc
+
 import torch
 
 from megatron_opo.advantages import NEEDS_SCORES
 from megatron_opo.checkpoint_files import Found
 from megatron_opo.collect import collect, keep_batch, log_step, write_advantages
 from megatron_opo.desk import open_desk
+from megatron_opo.early import started_servers
 from megatron_opo.errors import RecipeError
 from megatron_opo.model_fit import check_model
 from megatron_opo.observe.report import write_report
@@ -42,8 +45,12 @@ def rollout_only(recipe: Recipe) -> int:
     """Sample, score and log `train.steps` batches; the signal that asked it to stop, or 0."""
     hf_config = check_model(recipe)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with open_desk(recipe, hf_config, device, Found(None), None) as desk:
+    with (
+        started_servers(recipe, device) as servers,
+        open_desk(recipe, hf_config, device, Found(None), None, servers) as desk,
+    ):
         desk.wait_until_ready()
+        gc.freeze()  # as in `train`
         for step in range(recipe.train.steps):
             batch = collect(desk, version=0)
             if batch is None:

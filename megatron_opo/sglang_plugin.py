@@ -1,11 +1,14 @@
-"""A plugin of SGLang, run inside its server processes: what makes sampling on a CPU reproducible.
+"""A plugin of SGLang, run inside its server processes on a CPU. The trainer asks for each part by
+an environment variable; any other server in the same environment is left alone.
 
-SGLang's own deterministic mode has no operations for CPUs. With these, a token and its logprob are
-a function of weights, prompt and seed alone: whatever else is in the batch, in the cache, or on
-the machine. The trainer asks for it by an environment variable; any other server in the same
-environment is left alone.
+Reproducible sampling: SGLang's own deterministic mode has no operations for CPUs. With these, a
+token and its logprob are a function of weights, prompt and seed alone: whatever else is in the
+batch, in the cache, or on the machine.
+
+A quick start: the processes of a server are forked, so that only the first one imports SGLang.
 """
 
+import multiprocessing
 import os
 import pkgutil
 from hashlib import blake2b
@@ -16,6 +19,7 @@ import torch
 from megatron_opo import invariant
 
 VARIABLE = "MEGATRON_OPO_DETERMINISTIC_CPU"
+FORK_VARIABLE = "MEGATRON_OPO_FORK"
 BACKEND = "torch_native"
 
 
@@ -27,8 +31,20 @@ def is_installed() -> bool:
 
 def register() -> None:
     """SGLang's plugin hook."""
-    if VARIABLE not in os.environ:
-        return
+    if os.environ.get(FORK_VARIABLE):
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register(BEFORE_CHILDREN, fork_children, HookType.AFTER)
+    if VARIABLE in os.environ:
+        _register_operations()
+
+
+def fork_children(*_) -> None:
+    """The process has one thread then, and has computed nothing."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def _register_operations() -> None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -182,6 +198,8 @@ def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.float64) * 2.0**-52
 
 
+# Where SGLang decides how its processes are started.
+BEFORE_CHILDREN = "sglang.srt.entrypoints.engine._set_envs_and_config"
 REPLACED = {
     "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": enable_batch_invariant_mode,
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"

@@ -120,6 +120,11 @@ class Spans:
         finally:
             self.done.append(Span(name, start, self.clock(), track, about))
 
+    def add_earlier(self, name: str, start: float) -> None:
+        """What went on from `start` until this was made."""
+        self.done.append(Span(name, start, self._since))
+        self._since = start
+
     def take(self) -> Stretch:
         """What has ended since the last time, or since the beginning; also kept as `taken`."""
         assert not self._open, f"{self._open[-1][0]} is not done"

@@ -5,6 +5,7 @@ cursor, servers, reward workers, log); `driver.run` is how a stage of rank 0 sta
 program. On the other ranks `desk`, and whatever a stage returns, is None, whatever its type says.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_opo import BEGAN
 from megatron_opo.actor.checkpoint import find_whole_checkpoint, load_checkpoint
 from megatron_opo.actor.checkpoint_writer import CheckpointWriter
 from megatron_opo.actor.parallel import Parallel
@@ -34,7 +36,7 @@ from megatron_opo.observe.report import write_report
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.profiling import Profiler
 from megatron_opo.recipe import Recipe
-from megatron_opo.rollout import SharedBucket, SyncStats, parts_of, share_over_nodes
+from megatron_opo.rollout import Server, SharedBucket, SyncStats, parts_of, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver, DriverFailed
 from megatron_opo.update import take_step
@@ -46,18 +48,23 @@ T = TypeVar("T")
 OnServers = Callable[[Callable[[], Any]], Any]
 
 
-def train(recipe: Recipe, parallel: Parallel) -> int:
+def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
     """Run the recipe from its newest checkpoint, or from the model directory, to its last step.
 
-    The signal that asked it to stop before that (`stop`), after a checkpoint, or 0.
+    The signal that asked it to stop before that (`stop`), after a checkpoint, or 0. `servers` are
+    rank 0's, which are starting.
     """
     driver = Driver(parallel.rank, parallel.control)
+    driver.spans.add_earlier("imports", BEGAN)
     hf_config = check_model(recipe)
     profiler = Profiler(recipe, parallel.device, driver)
     found = find_whole_checkpoint(recipe.run_path, parallel)
     device = parallel.device.type
     shared = open_shared_bucket(recipe, hf_config, parallel)
-    desk = driver.run(lambda: open_desk(recipe, hf_config, device, found, shared, driver.spans))
+    with driver.spans.of("data"):
+        desk = driver.run(
+            lambda: open_desk(recipe, hf_config, device, found, shared, servers, driver.spans)
+        )
     checkpoints = CheckpointWriter(recipe, driver, parallel, found.version)
     with desk or nullcontext(), checkpoints, profiler:
         actor = start(recipe, hf_config, parallel, driver, desk, found.checkpoint, shared)
@@ -72,6 +79,7 @@ def train(recipe: Recipe, parallel: Parallel) -> int:
         if found.checkpoint and found.checkpoint.owes_eval:
             on_servers(lambda: evaluate(desk, version=actor.version))
 
+        gc.freeze()  # what was imported and built stays: no use in looking through it again
         profiler.turn_to(actor.version + 1, desk)
         while (step := actor.version) < recipe.train.steps:
             batch = on_servers(lambda: collect(desk, version=step))
@@ -126,13 +134,14 @@ def start(
         # Servers take a share of the memory that they find free: they come first, and go.
         driver.run(lambda: desk.wait_until_ready())
         driver.run(lambda: desk.release_servers())
-    actor = Actor(recipe, hf_config, parallel, driver)
-    load_start(actor)
-    actor.weights_loaded()
-    if checkpoint:
-        load_checkpoint(actor, checkpoint)
-    if recipe.train.check_ranks_every:
-        check_replicas(actor)
+    with phase(desk, driver, "model"):
+        actor = Actor(recipe, hf_config, parallel, driver)
+        load_start(actor)
+        actor.weights_loaded()
+        if checkpoint:
+            load_checkpoint(actor, checkpoint)
+        if recipe.train.check_ranks_every:
+            check_replicas(actor)
     if hands_over:
         hand_over_to_servers(actor, desk, driver)
     else:
@@ -322,7 +331,7 @@ def evaluate(desk: Desk, version: int) -> None:
         return
     desk.owes_eval = True
     with desk.log.phase("eval"):
-        groups = desk.stop.unless_asked(lambda: desk.score(desk.generate_eval(version)))
+        groups = desk.stop.unless_asked(lambda: desk.sample_and_score_eval(version))
     if groups is None:
         return
     with desk.log.phase("log"):

@@ -1,5 +1,6 @@
 """A step's rollout from real servers and real reward workers: what is drawn, kept and trained."""
 
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -22,6 +23,11 @@ def early_letters(data_source, solution_str, ground_truth, extra_info=None):
 
 def constant(data_source, solution_str, ground_truth, extra_info=None):
     return 0.5
+
+def leaves_a_trace(data_source, solution_str, ground_truth, extra_info=None):
+    from pathlib import Path
+    Path(__file__).with_name("trace").touch()
+    return 0.5
 """
 G, WANTED, LIMIT = 4, 6, 5
 
@@ -41,7 +47,7 @@ def open_desk(qwen_pool, tmp_path):
     rollout.sync(iter(qwen_pool.weights().items()), version)
     with ExitStack() as resources:
 
-        def make(function="early_letters", algorithm=None, dynamic=None):
+        def make(function="early_letters", algorithm=None, dynamic=None, **more):
             recipe = Recipe.model_validate(
                 {
                     "name": "collect",
@@ -56,6 +62,7 @@ def open_desk(qwen_pool, tmp_path):
                         # A quarter of the vocabulary, so that some responses end and some are cut.
                         "stop_token_ids": list(range(4, 30)),
                         "dynamic_sampling": dynamic or {},
+                        **more,
                     },
                     "algorithm": algorithm or {},
                 }
@@ -125,6 +132,48 @@ def test_without_dynamic_sampling_every_group_is_kept(open_desk):
     assert "rollout/rounds" not in desk.rollout_metrics()
     write_advantages(desk, batch, None)
     assert not batch.advantages.any()
+
+
+def test_groups_are_scored_while_others_are_sampled(open_desk, tmp_path):
+    desk, version = open_desk("leaves_a_trace")
+    generate, arrived = desk.rollout.generate, []
+
+    def slowly(*args, on_group, **settings):
+        def wait_for_the_first(group):
+            on_group(group)
+            arrived.append(group)
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "trace").exists():
+                assert time.monotonic() < deadline, "nothing is scored meanwhile"
+                time.sleep(0.02)
+
+        return generate(*args, on_group=wait_for_the_first, **settings)
+
+    desk.rollout.generate = slowly
+    batch = collect(desk, version)
+    assert len(arrived) == WANTED and batch.rewards.tolist() == [0.5] * (WANTED * G)
+
+
+def test_extra_prompts_are_given_up_at_most_twice_and_none_is_lost(open_desk):
+    extra = 2
+    desk, version = open_desk(extra_prompts=extra)
+    trained = []
+    for _ in range(5):
+        start = desk.cursor.state()
+        collect(desk, version)
+        trained += [group.prompt.id for group in desk.drawn.groups]
+        assert len(desk.drawn.groups) == WANTED
+        assert [len(g.samples) for g in desk.drawn.groups] == [G] * WANTED
+        state = desk.cursor.state()
+        assert len(state["back"]) == extra == desk.rollout_metrics()["rollout/groups_given_up"]
+        assert {times for _, times in state["back"]} <= {1, 2}
+        assert not {name for name, _ in state["back"]} & set(trained)
+        # What is dealt in order is trained, or comes again.
+        assert state["position"] == len(trained) + extra
+        assert desk.drawn_from == start
+    assert len(set(trained)) == len(trained)
+    desk.return_prompts()
+    assert desk.cursor.state() == start
 
 
 def test_rewards_that_never_differ_stop_the_run_with_the_reason(open_desk):

@@ -302,13 +302,19 @@ def clock():
 
 
 def test_every_second_of_a_step_is_of_a_phase_and_steps_follow_without_a_gap(tmp_path, clock):
-    with open_log(tmp_path, spans=Spans(clock)) as log:
-        clock.spend(log, "start", 30)
+    spans = Spans(clock)
+    spans.add_earlier("imports", clock.now - 8)
+    with open_log(tmp_path, spans=spans) as log:
+        clock.spend(log, "servers", 30)
         clock.spend(log, "sync", 4)
         clock.spend(log, "eval", 7)
         log.eval(0, {"eval/avg@1": 0.0})
         for step in (1, 2):
-            clock.spend(log, "generate", 5)
+            with log.phase("generate"):
+                for _ in range(2):
+                    clock.now += 2
+                    log.first_sample()
+                clock.now += 1
             with log.phase("update"):
                 clock.spend(log, "optimizer", 2)
                 clock.now += 0.5
@@ -326,10 +332,14 @@ def test_every_second_of_a_step_is_of_a_phase_and_steps_follow_without_a_gap(tmp
         "generate": 5, "update": 5, "update/optimizer": 2, "update/unaccounted": 3, "sync": 1,
         "unaccounted": 1,
     }  # fmt: skip
+    told = "first sample after 51 s: imports 8, servers 30, sync 4, eval 7, generate 2\n"
+    assert (tmp_path / "run.log").read_text().count("first sample") == 1
+    assert told in (tmp_path / "run.log").read_text()
     # Writing takes no time on this clock.
     assert timings(first) == inside | {"step": 12}
     assert timings(second) == inside | {"checkpoint": 9, "eval": 3, "log": 0, "step": 24}
-    starts = {"start": 30, "sync": 4, "eval": 7, "unaccounted": 0}
+    starts = {"imports": 8, "servers": 30, "sync": 4, "eval": 7, "unaccounted": 0}
+    starts["first_sample"] = 51
     assert timings(first, "start_s/") == starts and not timings(second, "start_s/")
     assert [r["elapsed_s"] for r in (evaluated, first, second)] == [41, 53, 77]
     assert first["perf/tokens_per_second"] == second["perf/tokens_per_second"] == 5

@@ -460,6 +460,29 @@ def test_a_restored_cursor_continues_identically(size, before, after, shuffle, s
     assert resumed.next(after) == cursor.next(after)
 
 
+@given(st.integers(1, 9), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 63)), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_what_is_taken_back_comes_first_and_nothing_is_lost_or_dealt_twice(size, deals):
+    """Each deal keeps some of its prompts (the bits of a number) and gives the others back."""
+    cursor, kept, back = PromptCursor(prompt_set(size), True, 4), [], {}
+    for count, bits in deals:
+        resumed = PromptCursor(prompt_set(size), True, 4)
+        resumed.restore(json.loads(json.dumps(cursor.state())))
+        dealt = cursor.next(count)
+        assert resumed.next(count) == dealt
+        assert [p.id for p in dealt[: len(back)]] == list(back)[:count]
+        assert [cursor.times_back(p) for p in dealt] == [back.get(p.id, 0) for p in dealt]
+        kept += [p for i, p in enumerate(dealt) if bits >> i & 1]
+        returned = [p for i, p in enumerate(dealt) if not bits >> i & 1]
+        cursor.take_back(returned)
+        rest = list(back)[count:]
+        back = {p.id: back.get(p.id, 0) + 1 for p in returned} | {id: back[id] for id in rest}
+    kept += cursor.next(len(back))
+    fresh = PromptCursor(prompt_set(size), True, 4).next(len(kept))
+    assert sorted(p.id for p in kept) == sorted(p.id for p in fresh)
+    assert sorted(kept, key=str) == sorted(fresh, key=str)
+
+
 def test_the_shuffle_differs_by_epoch_and_seed_and_never_changes():
     prompts = prompt_set(8)
     orders = {

@@ -99,6 +99,7 @@ def test_the_printed_recipe_shows_every_field_and_reads_back_equal(write, tmp_pa
         ("rollout={port: 65535, servers: 2}", "leaves no ports"),
         ("rollout.urls=[localhost:30000]", "must begin with http://"),
         ("rollout.urls=[http://a:1, http://a:1]", "names a server twice"),
+        ("rollout={prompts_per_step: 4, extra_prompts: 5}", r"a step trains only 4"),
         ("rollout={nodes: 1, hand_over_memory: true}", "rollout.nodes is 1: those nodes only"),
         ("rollout={urls: [http://a:1], hand_over_memory: true}", "such servers outlive the run"),
         ("name=2024-13-45", "not valid YAML"),

@@ -43,6 +43,24 @@ def flush(server):
         assert b"flushed" in answer.read()
 
 
+def test_a_prompt_is_computed_once_for_its_group_and_that_changes_nothing(
+    rollout, reference, qwen_pool
+):
+    asked = all_prompts()
+    for server in qwen_pool.servers:
+        flush(server)
+    assert draw(rollout, asked, 1) == reference
+    long = sum(G * (len(p.token_ids) - 1) for p in asked if len(p.token_ids) >= 32)
+    assert long <= rollout.stats.cached_tokens < rollout.stats.read_tokens
+    # As where a server keeps no prompts; this one finds those of before only.
+    for server in qwen_pool.servers:
+        flush(server)
+    rollout._caches_prompts = False
+    assert draw(rollout, asked, 1) == reference
+    assert rollout.stats.cached_tokens < long
+    rollout._caches_prompts = True
+
+
 def part(drawn, other):
     return {key: drawn[key] for key in other}
 

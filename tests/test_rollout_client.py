@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import threading
 import urllib.error
 from collections import Counter
@@ -123,16 +122,18 @@ def test_stop_tokens_end_a_response_and_belong_to_it(current):
         assert (s.finish_reason == "stop") == (s.response_ids[-1] == 1)
 
 
-def test_each_sample_is_announced_once_and_counted(current):
+def test_each_group_is_announced_once_and_counted(current):
     rollout, _, version = current
     seen = []
-    groups = sample(rollout, prompts(5), version, on_sample=seen.append)
-    assert sorted(seen, key=id) == sorted((s for g in groups for s in g.samples), key=id)
+    groups = sample(rollout, prompts(5), version, on_group=seen.append)
+    assert sorted(map(id, seen)) == sorted(map(id, groups))
     stats = rollout.stats
     assert (stats.requests, stats.retries, stats.samples) == (5, 0, 5 * G)
-    assert stats.response_tokens == sum(s.length for s in seen)
+    assert stats.response_tokens == sum(s.length for g in seen for s in g.samples)
     assert stats.prompt_tokens == sum(len(p.token_ids) for p in prompts(5))
-    assert stats.seconds > 0
+    assert stats.read_tokens == G * stats.prompt_tokens
+    assert len(stats.arrivals) == 5 and 0 < max(stats.arrivals) <= stats.seconds
+    assert stats.tail_seconds == stats.seconds - stats.arrivals[-1]
 
 
 def test_other_versions_are_refused(current, qwen_pool):
@@ -171,6 +172,8 @@ def test_only_who_has_the_key_is_answered(current, qwen_pool):
     processes += processes[0].children(recursive=True)
     shown = [" ".join(process.cmdline()) for process in processes]
     assert len(shown) > 3 and "sglang.launch_server" in shown[0]
+    # They are forked, so that only one of them had to import SGLang.
+    assert not any("multiprocessing" in text for text in shown)
     shown += [server.log.read_text(), repr(server)]
     assert "'api_key': '(hidden)'" in shown[-2]
     assert not [text for text in shown if API_KEY in text]
@@ -201,6 +204,36 @@ def test_no_more_samples_in_flight_than_allowed(current, qwen_pool):
     assert 1 <= most[0] <= 2
 
 
+def test_the_longest_prompts_go_first_each_before_its_group(current, qwen_pool):
+    _, _, version = current
+    lengths = [3, 40, 7, 90, 31]
+    asked = [Prompt(f"q{n}", tuple(5 + i % 80 for i in range(n)), "", "t", None) for n in lengths]
+    with FaultyProxy(qwen_pool.servers[0].url) as proxy:
+        rollout = qwen_pool.rollout([proxy.server], max_concurrent_requests=G)
+        rollout.needs_sync = False
+        assert_whole(sample(rollout, asked, version), asked, version)
+        sent = [body["input_ids"] for path, body in proxy.seen if path == "/generate"]
+        assert sent == [
+            *(list(asked[3].token_ids), [list(asked[3].token_ids)] * G),
+            *(list(asked[1].token_ids), [list(asked[1].token_ids)] * G),
+            *([list(asked[i].token_ids)] * G for i in (4, 2, 0)),
+        ]
+
+        # One after the other: the longest two are there first.
+        groups = sample(rollout, asked, version, enough=2)
+        assert [group.prompt.id for group in groups] == ["q40", "q90"]
+        assert rollout.stats.given_up == 3
+        assert proxy.seen[-1] == ("/abort_request", {"rid": "", "abort_all": True})
+        # The shortest comes last, and is waited for.
+        seen = []
+        groups = sample(
+            rollout, asked, version, enough=2, required=[asked[0]], on_group=seen.append
+        )
+        assert [group.prompt.id for group in groups] == ["q3", "q90"]
+        assert len(seen) == 5 and rollout.stats.given_up == 3
+        assert_whole(sample(rollout, asked, version), asked, version)
+
+
 def change_answer(change):
     """A fault that edits each sample of the server's answer."""
 
@@ -214,8 +247,9 @@ def change_answer(change):
 
 
 def all_logprobs_nan(one):
+    """As SGLang says it."""
     for pair in one["meta_info"]["output_token_logprobs"]:
-        pair[0] = math.nan
+        pair[0] = None
 
 
 FAULTS = {
@@ -224,7 +258,7 @@ FAULTS = {
     "garbage": ((200, b"{{nonsense"), "not JSON.*nonsense"),
     "no text": ((200, b"\xff\xfe"), "."),
     "dropped connection": (DROP, "did not answer /generate"),
-    "NaN logprobs": (change_answer(all_logprobs_nan), "logprob nan"),
+    "NaN logprobs": (change_answer(all_logprobs_nan), "logprob None"),
     "one sample too few": (
         lambda content: (200, json.dumps(json.loads(content)[1:]).encode()),
         f"{G - 1} samples came back, {G} were asked for",

@@ -55,7 +55,7 @@ def bring_back(rollout, server) -> None:
 def scheduler_of(server) -> int:
     """The first process that the server's own one, the guard's child, starts to work for it."""
     (main,) = psutil.Process(server.process.pid).children()
-    return min(p.pid for p in main.children() if "spawn_main" in " ".join(p.cmdline()))
+    return min(p.pid for p in main.children())
 
 
 def kill_all(server) -> None:
@@ -87,7 +87,7 @@ def once(action):
     return act
 
 
-def sample(pool, rollout, weights, version, on_sample=lambda _: None):
+def sample(pool, rollout, weights, version, on_group=lambda _: None):
     """Long responses to 12 prompts: each prompt once, in order, whole, by the weights and version
     that are wanted."""
     asked = prompts(12)
@@ -97,7 +97,7 @@ def sample(pool, rollout, weights, version, on_sample=lambda _: None):
         version=version,
         temperature=1.0,
         max_response_tokens=LENGTH,
-        on_sample=on_sample,
+        on_group=on_group,
     )
     assert [group.prompt for group in groups] == asked
     model = pool.reference(weights)

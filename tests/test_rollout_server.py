@@ -22,7 +22,12 @@ from megatron_opo import sglang_plugin
 from megatron_opo.errors import ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.rollout import Server, close_servers, launch_servers, wait_healthy
-from megatron_opo.rollout.server import command_line, server_environment, server_options
+from megatron_opo.rollout.server import (
+    command_line,
+    server_environment,
+    server_options,
+    unneeded_models,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,7 @@ def test_servers_on_gpus_take_devices_of_their_own():
     assert "attention_backend" not in options("cuda")
 
 
-def test_sampling_is_reproducible_where_that_is_free():
+def test_sampling_is_reproducible_where_that_is_free(model):
     for device, deterministic, expected in (
         ("cpu", None, True),
         ("cpu", False, False),
@@ -80,7 +85,7 @@ def test_sampling_is_reproducible_where_that_is_free():
         flag = options(device, deterministic=deterministic).get("enable_deterministic_inference")
         assert bool(flag) is expected
         # The plugin is for CPUs; on GPUs SGLang has operations of its own.
-        asked = sglang_plugin.VARIABLE in server_environment(config, device)
+        asked = sglang_plugin.VARIABLE in server_environment(config, model, device)
         assert asked is (expected and device == "cpu")
 
 
@@ -98,18 +103,25 @@ def test_only_servers_that_share_gpus_with_the_trainer_can_release_their_memory(
     assert "enable_memory_saver" not in options("cpu", hand_over_memory=True)
 
 
-def test_the_trainers_rendezvous_is_not_inherited(monkeypatch):
+def test_the_trainers_rendezvous_is_not_inherited(model, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", "/kept")
-    environment = server_environment(RolloutConfig(server_env={"SGLANG_X": "y"}), "cpu")
+    environment = server_environment(RolloutConfig(server_env={"SGLANG_X": "y"}), model, "cpu")
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(
         environment
     )
     assert environment["HF_HOME"] == "/kept"
     assert environment["SGLANG_X"] == "y"
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(RolloutConfig(), "cuda")
+    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(RolloutConfig(), model, "cuda")
+
+
+def test_of_sglangs_models_only_the_one_that_is_served_is_imported(model, tmp_path):
+    unneeded = unneeded_models(model.path)
+    assert "qwen3" not in unneeded and {"llama", "deepseek_v2"} < set(unneeded)
+    (tmp_path / "config.json").write_text('{"architectures": ["OfNobodyForCausalLM"]}')
+    assert unneeded_models(str(tmp_path)) == []
 
 
 def test_a_missing_model_is_named(tmp_path):
@@ -185,7 +197,8 @@ from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.rollout import launch_servers
 
 model = ModelConfig(path=sys.argv[1], dtype="float32")
-servers = launch_servers(RolloutConfig(), model, Path(sys.argv[2]), "cpu")
+rollout = RolloutConfig(server_env={"MEGATRON_OPO_FORK": sys.argv[3]})
+servers = launch_servers(rollout, model, Path(sys.argv[2]), "cpu")
 print(servers[0].process.pid, flush=True)
 sys.stdin.read()
 """
@@ -233,11 +246,12 @@ def cancel(processes: list[psutil.Process]) -> None:
         time.sleep(0.5)
 
 
-# At 2 processes the server itself has started, beside its guard; at 5 its scheduler and its
-# detokenizer have too, but not yet asked the kernel to die with it.
+# At 2 processes the server itself has started, beside its guard; at 4 its scheduler and its
+# detokenizer have too. At 5 they were not forked, as on GPUs: one more looks after semaphores, and
+# they have not yet asked the kernel to die with it.
 @pytest.mark.parametrize(
     ("end", "processes"),
-    [(signal.SIGKILL, 2), (signal.SIGKILL, 5), ("cancel", 5), ("exit", 5)],
+    [(signal.SIGKILL, 2), (signal.SIGKILL, 5), ("cancel", 4), ("exit", 4)],
 )
 def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processes):
     # One that is too long for the sockets of a server, and one that is not.
@@ -247,7 +261,7 @@ def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processe
     else:
         scratch = Path(tempfile.mkdtemp(prefix="t"))
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, model.path, str(tmp_path)],
+        [sys.executable, "-c", TRAINER, model.path, str(tmp_path), "" if processes == 5 else "1"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -258,8 +272,9 @@ def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processe
     shared = set()
     try:
         wait_until(lambda: len(members(server)) >= processes)
-        if processes == 5:
-            wait_until(lambda: any("sem" in path for path in shared_files(server)))
+        if processes > 2:
+            what = "sem" if processes == 5 else "/dev/shm/"
+            wait_until(lambda: any(what in path for path in shared_files(server)))
             shared = shared_files(server)
             assert own_directories(server, scratch)
         if end == "exit":

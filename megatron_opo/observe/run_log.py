@@ -83,6 +83,7 @@ class RunLog:
         self.spans = spans or Spans()
         self.seconds_of_eval: float | None = None
         self.seconds_of_start: dict[str, float] = {}
+        self.began: float | None = None
         self.step_ends: deque[float] = deque(maxlen=STEPS_FOR_ESTIMATE + 1)
         with writing(self.run_path):
             (self.run_path / "samples").mkdir(parents=True, exist_ok=True)
@@ -128,6 +129,7 @@ class RunLog:
         if not self.step_ends and name == FIRST_PHASE:
             start = self.spans.take()
             self.step_ends.append(start.end)
+            self.began = start.start
             seconds = start.seconds().items()
             self.seconds_of_start = {path: value for path, value in seconds if "/" not in path}
         self.console.start_phase(name)
@@ -138,6 +140,16 @@ class RunLog:
             self.console.end_phase()
             if name == "eval":
                 self.seconds_of_eval = (self.seconds_of_eval or 0.0) + self.spans.done[-1].seconds
+
+    def first_sample(self) -> None:
+        """One is there; of the run's first one, say what it had to wait for."""
+        if self.began is None:
+            return
+        seconds, self.began = self.spans.clock() - self.began, None
+        parts = {**self.seconds_of_start, FIRST_PHASE: self.spans.clock() - self.step_ends[0]}
+        shown = [f"{name} {value:.0f}" for name, value in parts.items() if value >= 0.5]
+        self.note(f"first sample after {seconds:.0f} s: {', '.join(shown)}")
+        self.seconds_of_start["first_sample"] = seconds
 
     def advance(self, done: float, total: float | None, detail: str = "") -> None:
         """Move the bar of the current phase; `total` None or 0 when it is unknown."""

@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_opo.rewards.pool import RewardPool
+    from megatron_opo.rewards.pool import RewardPool, Scoring
 
-__all__ = ["RewardPool"]
+__all__ = ["RewardPool", "Scoring"]
 
 
 def __getattr__(name: str) -> Any:
     # Workers import this package too, and only the trainer's side shall pay for torch.
-    if name == "RewardPool":
-        from megatron_opo.rewards.pool import RewardPool
+    if name in __all__:
+        from megatron_opo.rewards import pool
 
-        return RewardPool
+        return getattr(pool, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

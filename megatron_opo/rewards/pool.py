@@ -158,6 +158,54 @@ class _Worker:
         self._socket.close()
 
 
+class Scoring:
+    """Groups that are being scored, until the end of the block; what is not scored by then is given
+    up."""
+
+    def __init__(self, pool: "RewardPool"):
+        self._pool = pool
+        # By identity, and so with the groups that must live as long.
+        self._begun: dict[int, tuple[Group, list[Future[Sample]]]] = {}
+
+    def add(self, group: Group) -> None:
+        """Begin with its samples."""
+        futures: list[Future[Sample]] = []
+        self._begun[id(group)] = group, futures
+        for sample in group.samples:
+            futures.append(self._pool.score_one(group.prompt, sample))
+
+    def results(
+        self, groups: list[Group], on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Group]:
+        """The same groups, all of which were added, with `reward`, `reward_info` and `reward_error`
+        of each sample set.
+
+        A sample that cannot be judged (its function hangs, dies, raises, returns no finite
+        number) has reward None and the reason in `reward_error`. `on_sample` gets each sample
+        when it is done, in that order.
+
+        Raises:
+            RewardError: a worker had to be replaced and the function no longer loads.
+        """
+        futures = [self._begun[id(group)][1] for group in groups]
+        for future in as_completed([f for group in futures for f in group]):
+            sample = future.result()
+            if on_sample is not None:
+                on_sample(sample)
+        return [
+            group.with_samples(f.result() for f in scored)
+            for group, scored in zip(groups, futures, strict=True)
+        ]
+
+    def __enter__(self) -> "Scoring":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for _, futures in self._begun.values():
+            for future in futures:
+                future.cancel()
+
+
 class RewardPool:
     """Worker processes that run one verifier. They load it while the caller does other things."""
 
@@ -202,33 +250,18 @@ class RewardPool:
             self._jobs.put(job)
         return job.future
 
+    def scoring(self) -> "Scoring":
+        """Samples to be scored together, though they come one after the other."""
+        return Scoring(self)
+
     def score(
         self, groups: list[Group], on_sample: Callable[[Sample], None] | None = None
     ) -> list[Group]:
-        """The same groups with `reward`, `reward_info` and `reward_error` of each sample set.
-
-        A sample that cannot be judged (its function hangs, dies, raises, returns no finite
-        number) has reward None and the reason in `reward_error`. `on_sample` gets each sample
-        when it is done, in that order.
-
-        Raises:
-            RewardError: a worker had to be replaced and the function no longer loads.
-        """
-        futures = [[self.score_one(g.prompt, s) for s in g.samples] for g in groups]
-        try:
-            for future in as_completed([f for group in futures for f in group]):
-                sample = future.result()
-                if on_sample is not None:
-                    on_sample(sample)
-        except BaseException:
-            for group in futures:
-                for future in group:
-                    future.cancel()
-            raise
-        return [
-            group.with_samples(f.result() for f in scored)
-            for group, scored in zip(groups, futures, strict=True)
-        ]
+        """See `Scoring.results`."""
+        with self.scoring() as scoring:
+            for group in groups:
+                scoring.add(group)
+            return scoring.results(groups, on_sample)
 
     def close(self) -> None:
         """Kill the workers. What is not scored yet ends with RewardError."""

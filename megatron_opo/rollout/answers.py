@@ -26,8 +26,8 @@ def check_ids(ids, vocab_size: int, what: str) -> None:
     """
     if not ids:
         raise DataError(f"{what} has no tokens; a prompt needs at least one")
-    outside = [i for i in ids if not 0 <= i < vocab_size]
-    if outside:
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        outside = [i for i in ids if not 0 <= i < vocab_size]
         raise DataError(
             f"{what} holds token id {outside[0]}, but the model's vocabulary has {vocab_size} "
             f"entries (0 to {vocab_size - 1}): the tokenizer does not belong to this model"
@@ -68,6 +68,11 @@ def sampling_request(
     }
 
 
+def prefill_request(prompt: Prompt) -> dict[str, Any]:
+    """The body of /generate that only has the prompt computed and kept."""
+    return {"input_ids": list(prompt.token_ids), "sampling_params": {"max_new_tokens": 0}}
+
+
 def read_samples(
     answer: Any,
     prompt: Prompt,
@@ -104,10 +109,11 @@ def read_samples(
     return tuple(samples)
 
 
-def response_tokens(answer: Any) -> int:
-    """Of all samples of an answer that was read."""
+def count(answer: Any, tokens: str) -> int:
+    """Of all samples of an answer that was read; `tokens` is "completion_tokens" or
+    "cached_tokens"."""
     items = [answer] if isinstance(answer, dict) else answer
-    return sum(item["meta_info"].get("completion_tokens", 0) for item in items)
+    return sum(item["meta_info"].get(tokens) or 0 for item in items)
 
 
 def _read_sample(
@@ -126,23 +132,13 @@ def _read_sample(
             f"sample {index} has {len(ids)} ids, {len(pairs)} logprobs and claims "
             f"{meta['completion_tokens']} tokens"
         )
-    logprobs = []
-    for place, (token, pair) in enumerate(zip(ids, pairs, strict=True)):
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise BadAnswerError(
-                f"token {place} of sample {index} is {token!r}, not an id below {vocab_size}"
-            )
-        logprob, of_token = pair[0], pair[1]
-        if of_token != token:
-            raise BadAnswerError(
-                f"token {place} of sample {index} is {token}, but its logprob is of {of_token}"
-            )
-        logprobs.append(_checked_logprob(logprob, f"token {place} of sample {index}"))
+    logprobs, found = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    _check_tokens(ids, found, vocab_size, f"sample {index}")
     return Sample(
         group_id=prompt.id,
         index=index,
         response_ids=tuple(ids),
-        logprobs=tuple(logprobs),
+        logprobs=_checked_logprobs(logprobs, f"sample {index}"),
         versions=token_versions(meta, len(ids), server),
         finish_reason=finish,
         text=str(item.get("text", "")),
@@ -150,10 +146,43 @@ def _read_sample(
     )
 
 
-def _checked_logprob(value: Any, what: str) -> float:
-    if type(value) not in (float, int) or not math.isfinite(value) or value > LOGPROB_ROUNDING:
-        raise BadAnswerError(f"{what} has the logprob {value!r}, not a finite number up to 0")
-    return float(value)
+# There may be millions of tokens in a step: what loops in Python only looks for the one at fault.
+
+
+def _check_tokens(ids: list[Any], of_logprobs: list[Any], vocab_size: int, what: str) -> None:
+    if (
+        ids == of_logprobs
+        and set(map(type, ids)) == {int}
+        and min(ids) >= 0
+        and max(ids) < vocab_size
+    ):
+        return
+    for place, (token, of_logprob) in enumerate(zip(ids, of_logprobs, strict=True)):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise BadAnswerError(
+                f"token {place} of {what} is {token!r}, not an id below {vocab_size}"
+            )
+        if of_logprob != token:
+            raise BadAnswerError(
+                f"token {place} of {what} is {token}, but its logprob is of {of_logprob}"
+            )
+
+
+def _checked_logprobs(values: list[Any], what: str, first: int = 0) -> tuple[float, ...]:
+    """`first` is the place of the first."""
+    if not (
+        set(map(type, values)) <= {float, int}
+        and math.isfinite(sum(values))
+        and max(values, default=0) <= LOGPROB_ROUNDING
+    ):
+        for place, value in enumerate(values, start=first):
+            is_number = type(value) in (float, int) and math.isfinite(value)
+            if not is_number or value > LOGPROB_ROUNDING:
+                raise BadAnswerError(
+                    f"token {place} of {what} has the logprob {value!r}, not a finite number up "
+                    "to 0"
+                )
+    return tuple(map(float, values))
 
 
 def token_versions(meta: Mapping[str, Any], length: int, server: str) -> tuple[int, ...]:
@@ -190,7 +219,7 @@ def _version_number(version: Any, server: str) -> int:
 def check_versions(samples: list[Sample], version: int, server: str) -> None:
     """Raises OnPolicyError if any token was sampled by other weights than `version`."""
     for sample in samples:
-        if any(found != version for found in sample.versions):
+        if set(sample.versions) != {version}:
             raise OnPolicyError(
                 f"server {server}, prompt {sample.group_id}, sample {sample.index}: tokens were "
                 f"sampled by weight versions {sorted(set(sample.versions))}, not by the current "
@@ -213,6 +242,4 @@ def read_prefill_logprobs(answer: Any, ids: list[int]) -> list[float]:
         raise BadAnswerError(f"malformed: {type(error).__name__}: {error}") from None
     if found != ids:
         raise BadAnswerError(f"logprobs of {len(found)} other tokens than the {len(ids)} sent")
-    return [
-        _checked_logprob(value, f"token {place}") for place, value in enumerate(values[1:], start=1)
-    ]
+    return list(_checked_logprobs(values[1:], "the text", first=1))

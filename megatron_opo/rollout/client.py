@@ -3,24 +3,23 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
-
-import aiohttp
 
 from megatron_opo.batch import Group, Prompt, Sample
 from megatron_opo.errors import OnPolicyError, ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig, SyncConfig
 from megatron_opo.rollout.answers import (
     check_ids,
+    count,
+    prefill_request,
     read_prefill_logprobs,
     read_samples,
     sampling_request,
 )
 from megatron_opo.rollout.buckets import Weights
 from megatron_opo.rollout.health import (
-    Health,
     OnWait,
     find_answering,
     wait_for_one,
@@ -28,16 +27,17 @@ from megatron_opo.rollout.health import (
 )
 from megatron_opo.rollout.keeper import Keeper, ServersLostError, print_warning
 from megatron_opo.rollout.process import Server, close_servers
-from megatron_opo.rollout.requests import Requests, RolloutStats
+from megatron_opo.rollout.requests import Requests, RolloutStats, for_each
 from megatron_opo.rollout.seeds import sample_seed
 from megatron_opo.rollout.shared_memory import SharedBucket
 from megatron_opo.rollout.sync import SyncStats, WeightSync
 from megatron_opo.rollout.wire import all_of, call, open_session
 from megatron_opo.spans import Spans
 
-ABORT_TIMEOUT_S = 10.0
+# A shorter prompt is computed faster than it is asked for.
+SHARED_PROMPT_TOKENS = 32
 
-OnSample = Callable[[Sample], None]
+OnGroup = Callable[[Group], None]
 
 
 class Rollout:
@@ -83,6 +83,7 @@ class Rollout:
         self.needs_sync = not all(server.launched for server in servers)
         self._config = rollout
         self._seed = seed
+        self._caches_prompts = True
         self._keeper = Keeper(servers, rollout, device, warn)
         self._vocab_size = int(config["vocab_size"])
         self._spans = spans or Spans()
@@ -113,16 +114,22 @@ class Rollout:
         purpose: str = "train",
         top_p: float = 1.0,
         stop_token_ids: Sequence[int] = (),
-        on_sample: OnSample | None = None,
+        on_group: OnGroup | None = None,
+        enough: int | None = None,
+        required: Collection[Prompt] = (),
         require_version: bool = True,
     ) -> list[Group]:
         """Sample every prompt; groups in the order of `prompts`, each with all of its samples.
+
+        The longest prompts are sent first, and each is computed once for all of its samples.
 
         Args:
             version: the weights that every token must come from, unless `require_version` is
                 false.
             purpose: samples of one prompt by one version are drawn anew for another purpose.
-            on_sample: called with each sample as its group arrives.
+            on_group: called with each group as it arrives.
+            enough: give up the others when so many groups are there, those of `required` among
+                them.
 
         Raises:
             ServersLostError: no server serves any more.
@@ -138,7 +145,7 @@ class Rollout:
         wanted = version if require_version else None
 
         def read(answer: Any, prompt: Prompt, server: Server) -> tuple[Sample, ...]:
-            return read_samples(
+            samples = read_samples(
                 answer,
                 prompt,
                 count=samples_per_prompt,
@@ -146,6 +153,8 @@ class Rollout:
                 server=server.url,
                 version=wanted,
             )
+            self.stats.cached_tokens += count(answer, "cached_tokens")
+            return samples
 
         def body(prompt: Prompt) -> dict[str, Any]:
             return sampling_request(
@@ -159,22 +168,45 @@ class Rollout:
             )
 
         async def sample(requests: Requests, prompt: Prompt) -> Group:
-            samples = await requests.ask(
-                self.servers,
-                body(prompt),
-                lambda answer, server: read(answer, prompt, server),
-                samples_per_prompt,
-                f"prompt {prompt.id}",
+            group = Group(
+                prompt,
+                await requests.ask(
+                    self.servers,
+                    body(prompt),
+                    lambda answer, server: read(answer, prompt, server),
+                    samples_per_prompt,
+                    f"prompt {prompt.id}",
+                    self._before(prompt, samples_per_prompt),
+                ),
             )
-            self._count(prompt, samples)
-            if on_sample is not None:
-                for one in samples:
-                    on_sample(one)
-            return Group(prompt, samples)
+            self._count(group, time.monotonic() - start)
+            if on_group is not None:
+                on_group(group)
+            return group
 
-        groups = asyncio.run(self._for_each(prompts, sample, samples_per_prompt))
+        first = {place for place, prompt in enumerate(prompts) if prompt in required}
+
+        def is_enough(there: Collection[int]) -> bool:
+            return enough is not None and len(there) >= enough and first.issubset(there)
+
+        came = asyncio.run(
+            for_each(
+                prompts,
+                sample,
+                self._keeper,
+                self.stats,
+                samples_each=samples_per_prompt,
+                size=lambda prompt: len(prompt.token_ids),
+                is_enough=is_enough,
+            )
+        )
         self.stats.seconds = time.monotonic() - start
-        return groups
+        if any(self._before(prompt, samples_per_prompt) for prompt in prompts):
+            # Some of SGLang's deterministic attention backends switch the cache off.
+            self._caches_prompts = self.stats.cached_tokens > 0
+        chosen = sorted(came, key=lambda place: place not in first)[:enough]
+        self.stats.given_up = len(prompts) - len(chosen)
+        return [came[place] for place in sorted(chosen)]
 
     def score_tokens(
         self, sequences: Sequence[Sequence[int]], *, server: int = 0
@@ -209,7 +241,10 @@ class Rollout:
                 "a text to be scored",
             )
 
-        return asyncio.run(self._for_each(sequences, score, 1))
+        found = asyncio.run(
+            for_each(sequences, score, self._keeper, RolloutStats(), samples_each=1, size=len)
+        )
+        return [found[place] for place in range(len(sequences))]
 
     def sync(self, weights: Weights, version: int) -> SyncStats:
         """Give the servers that answer these weights and call them `version`.
@@ -343,52 +378,18 @@ class Rollout:
             return None
         return [sample_seed(self._seed, purpose, version, prompt.id, i) for i in range(count)]
 
-    def _count(self, prompt: Prompt, samples: Sequence[Sample]) -> None:
-        self.stats.samples += len(samples)
-        self.stats.prompt_tokens += len(prompt.token_ids)
-        self.stats.response_tokens += sum(sample.length for sample in samples)
+    def _before(self, prompt: Prompt, samples: int) -> dict[str, Any] | None:
+        """The request that has a prompt computed, so that its samples find it in the cache. With
+        `n`, where the server draws as it likes, it does so by itself."""
+        if self._seed is None or samples == 1 or not self._caches_prompts:
+            return None
+        is_short = len(prompt.token_ids) < SHARED_PROMPT_TOKENS
+        return None if is_short else prefill_request(prompt)
 
-    async def _for_each(self, items: Sequence[Any], work, samples_each: int) -> list[Any]:
-        """`work(requests, item)` for all items, as many at once as the recipe allows."""
-        room = asyncio.Semaphore(max(1, self._config.max_concurrent_requests // samples_each))
-
-        async def bounded(requests: Requests, item: Any) -> Any:
-            async with room:
-                return await work(requests, item)
-
-        async with open_session() as session:
-            health = Health(self._keeper, session)
-            requests = Requests(session, health, self._config, self.stats)
-            tasks = [asyncio.create_task(bounded(requests, item)) for item in items]
-            done = asyncio.gather(*tasks)
-            watch = asyncio.create_task(health.watch())
-            try:
-                await asyncio.wait({done, watch}, return_when=asyncio.FIRST_COMPLETED)
-                if not done.done():
-                    watch.result()  # it only ends by an error
-                return done.result()
-            except BaseException:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(done, *tasks, return_exceptions=True)
-                await self._abort_requests(session)
-                raise
-            finally:
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
-
-    async def _abort_requests(self, session: aiohttp.ClientSession) -> None:
-        """Free the servers from requests whose answers nobody waits for."""
-        await asyncio.gather(
-            *(
-                call(
-                    session,
-                    server,
-                    "/abort_request",
-                    {"rid": "", "abort_all": True},
-                    timeout_s=ABORT_TIMEOUT_S,
-                )
-                for server in self.serving
-            ),
-            return_exceptions=True,
-        )
+    def _count(self, group: Group, seconds: float) -> None:
+        stats, samples = self.stats, group.samples
+        stats.samples += len(samples)
+        stats.prompt_tokens += len(group.prompt.token_ids)
+        stats.read_tokens += len(group.prompt.token_ids) * len(samples)
+        stats.response_tokens += sum(sample.length for sample in samples)
+        stats.arrivals.append(seconds)

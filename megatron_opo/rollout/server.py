@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import importlib.util
 import json
 import os
 import re
@@ -101,7 +102,7 @@ def launch_servers(
             log=log_dir / f"server_{first + i}.log",
             api_key=key,
             command=guarded(command),
-            environment=server_environment(rollout, device, i) | {API_KEY_VARIABLE: key},
+            environment=server_environment(rollout, model, device, i) | {API_KEY_VARIABLE: key},
         )
         server.launch()
         atexit.register(server.close)
@@ -192,7 +193,9 @@ def command_line(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def server_environment(rollout: RolloutConfig, device: str, index: int = 0) -> dict[str, str]:
+def server_environment(
+    rollout: RolloutConfig, model: ModelConfig, device: str, index: int = 0
+) -> dict[str, str]:
     """The environment of a server: the trainer's without its rendezvous, and server_env."""
     environment = {
         name: value
@@ -209,10 +212,25 @@ def server_environment(rollout: RolloutConfig, device: str, index: int = 0) -> d
             "OMP_NUM_THREADS": "1",
             # A CUDA build of torch brings NCCL along, which SGLang would use without any GPU.
             "SGLANG_NCCL_SO_PATH": "none: the servers run on a CPU",
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unneeded_models(model.path)),
+            sglang_plugin.FORK_VARIABLE: "1",
         }
         if rollout.is_deterministic(device):
             environment[sglang_plugin.VARIABLE] = "1"
     return environment | rollout.server_env
+
+
+def unneeded_models(model_path: str) -> list[str]:
+    """SGLang's modules of models but those that define the model's class: to import all of them
+    takes as long as the rest of a server's start. None where no module does."""
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    wanted = [f"\nclass {name}(" for name in config.get("architectures") or ()]
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        return []
+    modules = list((Path(package.origin).parent / "srt" / "models").glob("*.py"))
+    needed = [path for path in modules if any(text in path.read_text() for text in wanted)]
+    return sorted(path.stem for path in modules if path not in needed) if needed else []
 
 
 def wait_healthy(

@@ -1,0 +1,30 @@
+"""What a run begins before the imports that take seconds: its servers start meanwhile."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from megatron_opo.recipe import Recipe
+from megatron_opo.rollout import Server, close_servers, launch_servers
+from megatron_opo.runs import ATTEMPT_VARIABLE, only_run
+
+
+@contextmanager
+def started_servers(recipe: Recipe, device: str) -> Iterator[list[Server]]:
+    """Hold the run directory and have the servers started, until the end of the block.
+
+    Args:
+        device: "cpu" or "cuda", for the servers.
+
+    Raises:
+        CheckpointError: another run holds the directory.
+        ServerError: as of `launch_servers`.
+    """
+    # In a job of several nodes a launcher holds it.
+    held = nullcontext() if ATTEMPT_VARIABLE in os.environ else only_run(recipe.run_path)
+    with held:
+        servers = launch_servers(recipe.rollout, recipe.model, recipe.run_path / "logs", device)
+        try:
+            yield servers
+        finally:
+            close_servers(servers)
