@@ -179,14 +179,25 @@ def sample_truncated(
     **_,
 ) -> torch.Tensor:
     """`sample` from what top-k, top-p and min-p leave. A row without any of them gets the token
-    that it gets in a batch in which no row has one."""
+    that it gets in a batch in which no row has one.
+
+    A server that was asked for one truncated token, perhaps by a look at its health, may call this
+    from then on, also for batches in which no row is: only those that are truncated are sorted."""
+    cut = ((top_ks < probs.shape[1]) | (top_ps < 1) | (min_ps > 0)).nonzero()[:, 0]
+    if len(cut):
+        kept = _truncate(probs[cut], top_ks[cut, None], top_ps[cut, None], min_ps[cut, None])
+        probs = probs.index_copy(0, cut, kept)
+    return sample(probs, sampling_seed, positions)
+
+
+def _truncate(probs, top_k, top_p, min_p) -> torch.Tensor:
+    """[rows, V], each limit [rows, 1]; what is not left is zero."""
     ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.double().cumsum(-1) - ordered
-    drop = torch.arange(probs.shape[1]) >= top_ks[:, None]
-    drop |= (before > top_ps[:, None]) & (top_ps[:, None] < 1)
-    drop |= ordered < ordered[:, :1] * min_ps[:, None]
-    kept = torch.empty_like(probs).scatter_(-1, ids, ordered.masked_fill(drop, 0))
-    return sample(kept, sampling_seed, positions)
+    drop = torch.arange(probs.shape[1]) >= top_k
+    drop |= (before > top_p) & (top_p < 1)
+    drop |= ordered < ordered[:, :1] * min_p
+    return torch.empty_like(probs).scatter_(-1, ids, ordered.masked_fill(drop, 0))
 
 
 def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

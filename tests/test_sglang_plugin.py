@@ -79,6 +79,18 @@ def test_a_row_is_drawn_the_same_among_any_others(rows, seed, position):
     seeds, positions = torch.full((len(rows),), seed), torch.full((len(rows),), position)
     together = sample(probs, seeds, positions)
     assert torch.equal(truncated(probs, seeds, positions), together)
+    greedy = torch.tensor([1] + [2**30] * len(rows))  # the first row is of another request
+    beside = sample_truncated(
+        torch.cat([probs[:1], probs]),
+        greedy,
+        torch.ones(len(greedy)),
+        torch.zeros(len(greedy)),
+        False,
+        seeds[:1].repeat(len(greedy)),
+        positions[:1].repeat(len(greedy)),
+    )
+    assert beside[0] == probs[0].argmax()
+    assert torch.equal(beside[1:], together)
     for i, token in enumerate(together.tolist()):
         assert probs[i, token] > 0
         alone = slice(i, i + 1)
