@@ -125,7 +125,7 @@ def test_stop_tokens_end_a_response_and_belong_to_it(current):
 
 def test_each_sample_is_announced_once_and_counted(current):
     rollout, _, version = current
-    seen = []
+    seen, before = [], len(rollout.servers[0].spans.done)
     groups = sample(rollout, prompts(5), version, on_sample=seen.append)
     assert sorted(seen, key=id) == sorted((s for g in groups for s in g.samples), key=id)
     stats = rollout.stats
@@ -133,6 +133,13 @@ def test_each_sample_is_announced_once_and_counted(current):
     assert stats.response_tokens == sum(s.length for s in seen)
     assert stats.prompt_tokens == sum(len(p.token_ids) for p in prompts(5))
     assert stats.seconds > 0
+    noted = rollout.servers[1].spans.done[before:]
+    assert {span.path for span in noted} == {f"prompt {p.id}" for p in prompts(5)}
+    assert {span.track for span in noted} == {"server 0", "server 1"}
+    by_prompt = {f"prompt {g.prompt.id}": sum(s.length for s in g.samples) for g in groups}
+    for span in noted:
+        assert span.about == {"samples": G, "response_tokens": by_prompt[span.path]}
+        assert 0 < span.seconds <= stats.seconds
 
 
 def test_other_versions_are_refused(current, qwen_pool):

@@ -422,6 +422,7 @@ class WeightSync:
                         },
                         timeout_s=timeout_s,
                     )
+                    for server, count in ranks.items()
                 )
             )
 
