@@ -43,7 +43,7 @@ class Pool:
     version: int = 0
 
     def rollout(
-        self, servers=None, sync=None, shared=None, warn=print_warning, **settings
+        self, servers=None, sync=None, shared=None, warn=print_warning, spans=None, **settings
     ) -> Rollout:
         return Rollout(
             servers or self.servers,
@@ -54,6 +54,7 @@ class Pool:
             seed=0,
             shared=shared,
             warn=warn,
+            spans=spans,
         )
 
     def next_version(self) -> int:

@@ -124,7 +124,7 @@ def test_stop_tokens_end_a_response_and_belong_to_it(current):
 
 def test_each_group_is_announced_once_and_counted(current):
     rollout, _, version = current
-    seen = []
+    seen, before = [], len(rollout.servers[0].spans.done)
     groups = sample(rollout, prompts(5), version, on_group=seen.append)
     assert sorted(map(id, seen)) == sorted(map(id, groups))
     stats = rollout.stats
@@ -134,6 +134,13 @@ def test_each_group_is_announced_once_and_counted(current):
     assert stats.read_tokens == G * stats.prompt_tokens
     assert len(stats.arrivals) == 5 and 0 < max(stats.arrivals) <= stats.seconds
     assert stats.tail_seconds == stats.seconds - stats.arrivals[-1]
+    noted = rollout.servers[1].spans.done[before:]
+    assert {span.path for span in noted} == {f"prompt {p.id}" for p in prompts(5)}
+    assert {span.track for span in noted} == {"server 0", "server 1"}
+    by_prompt = {f"prompt {g.prompt.id}": sum(s.length for s in g.samples) for g in groups}
+    for span in noted:
+        assert span.about == {"samples": G, "response_tokens": by_prompt[span.path]}
+        assert 0 < span.seconds <= stats.seconds
 
 
 def test_other_versions_are_refused(current, qwen_pool):

@@ -31,6 +31,8 @@ from megatron_opo.rollout.buckets import buckets, sendable
 from megatron_opo.rollout.checksum import ExpectedChecksums, hash_cpu, hash_cuda
 from megatron_opo.rollout.group import address_towards
 from megatron_opo.rollout.shared_memory import share_one
+from megatron_opo.rollout.sync import AHEAD
+from megatron_opo.spans import Spans
 
 NORM_0 = "model.layers.0.input_layernorm.weight"
 NORM_1 = "model.layers.1.input_layernorm.weight"
@@ -40,11 +42,15 @@ pytestmark = pytest.mark.usefixtures("both_launched")
 
 @pytest.mark.parametrize("transport", ["distributed", "disk"])
 def test_new_weights_are_sampled_from_at_once(qwen_pool, transport):
-    rollout = qwen_pool.rollout(sync=SyncConfig(transport=transport, bucket_mb=1))
+    spans = Spans()
+    rollout = qwen_pool.rollout(sync=SyncConfig(transport=transport, bucket_mb=1), spans=spans)
     for seed in (1, 2):
         weights = perturbed(qwen_pool.weights(), seed)
         version = qwen_pool.next_version()
-        stats = rollout.sync(iter(weights.items()), version)
+        spans.take()
+        with spans.of("sync"):
+            stats = rollout.sync(iter(weights.items()), version)
+        check_spans(spans.take(), qwen_pool, joins=seed == 1, on_disk=transport == "disk")
         assert stats.tensors == len(weights)
         assert stats.bytes == sum(t.nbytes for t in weights.values())
         # Per server: 4 layers of 8 fused parameters, the embedding and the last norm.
@@ -53,6 +59,23 @@ def test_new_weights_are_sampled_from_at_once(qwen_pool, transport):
         assert_sampled_from(qwen_pool, rollout, weights, version)
     kept = [d.name for d in (qwen_pool.scratch / "disk" / "weights").glob("*")]
     assert kept == ([f"version_{version}"] if transport == "disk" else [])
+
+
+def check_spans(stretch, pool, joins, on_disk):
+    """All of it has a name, and each server's requests are on a track of its own."""
+    seconds = stretch.seconds()
+    parts = {path for path in seconds if path.count("/") == 1}
+    names = {"look", "open", "send", "verify", "close", "unaccounted"}
+    names |= {"write"} if on_disk else {"begin", "gather", "end"} | ({"join"} if joins else set())
+    assert parts == {f"sync/{name}" for name in names}
+    assert ("sync/write/gather" in seconds) == on_disk
+    tracks = {span.track for span in stretch.spans} - {""}
+    assert tracks == {s.name for s in pool.servers} | (set() if on_disk else {AHEAD})
+    load = "/update_weights_from_" + ("disk" if on_disk else "distributed")
+    for server in pool.servers:
+        asked = [span.path for span in stretch.spans if span.track == server.name]
+        assert asked[0] == "/server_info" and asked[-1] == "/continue_generation"
+        assert load in asked
 
 
 @pytest.mark.parametrize("transport", ["distributed", "disk"])
