@@ -30,7 +30,7 @@ from megatron_opo.actor.parallel import initialize
 from megatron_opo.actor.step import Actor
 from megatron_opo.advantages import group_advantages_
 from megatron_opo.batch import Group, PackedBatch, Prompt, Sample, pack
-from megatron_opo.recipe import load_recipe
+from megatron_opo.recipe_file import load_recipe
 
 GROUP = 8
 MICRO_BATCH = 8192

@@ -27,7 +27,8 @@ from megatron_opo.plan.memory import server_memory
 from megatron_opo.plan.planner import Plan, find_config, plan_memory, plan_of
 from megatron_opo.plan.search import apply
 from megatron_opo.plan.timing import Workload, generate_time, step_flops, update_time, workload_of
-from megatron_opo.recipe import Recipe, load_recipe
+from megatron_opo.recipe import Recipe
+from megatron_opo.recipe_file import load_recipe
 from megatron_opo.weights.hf_config import read_architecture
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"

@@ -27,7 +27,8 @@ from pathlib import Path
 import psutil
 
 from megatron_opo.prompts import PromptCursor, load_prompts, load_tokenizer
-from megatron_opo.recipe import Recipe, load_recipe
+from megatron_opo.recipe import Recipe
+from megatron_opo.recipe_file import load_recipe
 
 ROOT = Path(__file__).parents[1]
 END_SECONDS = 120.0

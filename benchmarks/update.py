@@ -30,7 +30,8 @@ from megatron_opo.plan.flops import forward_flops
 from megatron_opo.plan.hardware import GPUS
 from megatron_opo.plan.layout import layout_of, model_of
 from megatron_opo.plan.memory import trainer_memory
-from megatron_opo.recipe import Recipe, load_recipe
+from megatron_opo.recipe import Recipe
+from megatron_opo.recipe_file import load_recipe
 from megatron_opo.spmd import Driver
 from megatron_opo.weights.hf_config import read_architecture
 

@@ -47,7 +47,7 @@ from variance_policy import (
 )
 from variance_report import write_figure, write_table
 
-from megatron_opo.recipe import load_recipe
+from megatron_opo.recipe_file import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "quickstart_cpu.yaml"

@@ -20,7 +20,8 @@ from megatron_opo import __version__
 from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.model_fit import check_model
 from megatron_opo.plan import command as plan_command
-from megatron_opo.recipe import Recipe, dump_recipe, load_recipe
+from megatron_opo.recipe import Recipe
+from megatron_opo.recipe_file import dump_recipe, load_recipe
 from megatron_opo.runs import is_restart, latest_checkpoint, only_run, recipe_facts
 from megatron_opo.stop import Terminated
 

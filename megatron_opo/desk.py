@@ -24,7 +24,8 @@ from megatron_opo.prompts import (
     load_prompts,
     load_tokenizer,
 )
-from megatron_opo.recipe import Recipe, dump_recipe
+from megatron_opo.recipe import Recipe
+from megatron_opo.recipe_file import dump_recipe
 from megatron_opo.rewards import RewardPool, Scoring
 from megatron_opo.rollout import (
     Rollout,

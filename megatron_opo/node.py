@@ -27,7 +27,8 @@ from megatron_opo.launch import (
     run_ranks,
 )
 from megatron_opo.preflight import check_nodes
-from megatron_opo.recipe import Recipe, dump_recipe
+from megatron_opo.recipe import Recipe
+from megatron_opo.recipe_file import dump_recipe
 from megatron_opo.redaction import API_KEY_VARIABLE
 from megatron_opo.rollout.process import Server, close_servers, follow
 from megatron_opo.rollout.server import SERVERS_VARIABLE, api_key, launch_servers

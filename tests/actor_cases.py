@@ -72,7 +72,7 @@ def open_actor(model: str, run_dir: str, overrides: list[str], parallel=None):
     """`parallel` is that of an actor that was here before, in the same layout."""
     from megatron_opo.actor.parallel import initialize
     from megatron_opo.actor.step import Actor
-    from megatron_opo.recipe import load_recipe
+    from megatron_opo.recipe_file import load_recipe
     from megatron_opo.spmd import Driver
     from megatron_opo.weights.load import load_hf
 

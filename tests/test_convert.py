@@ -27,7 +27,7 @@ from megatron_opo.convert import (
 from megatron_opo.convert_check import check_conversion
 from megatron_opo.errors import CheckpointError, RecipeError, WeightError
 from megatron_opo.model_fit import check_model
-from megatron_opo.recipe import load_recipe
+from megatron_opo.recipe_file import load_recipe
 from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import hf_tensors, open_megatron
 from megatron_opo.weights.megatron_save import save_megatron

@@ -10,7 +10,8 @@ ALLOWED = {
     "errors": set(),
     "environment": {"errors"},
     "redaction": set(),
-    "recipe": {"errors", "redaction"},
+    "recipe": {"redaction"},
+    "recipe_file": {"errors", "recipe", "redaction"},
     "model_fit": {"checkpoint_source", "errors", "recipe", "weights"},
     "runs": {"errors", "recipe"},
     "checkpoint_files": {"errors", "runs", "weights"},
@@ -35,14 +36,14 @@ ALLOWED = {
     | {"checkpoint_files", "model_fit", "on_policy", "plan", "runs", "spans", "spmd", "weights"},
     "dynamic_sampling": BASE,
     "launch": {"errors", "stop"},
-    "plan": {"errors", "model_fit", "recipe", "weights"},
+    "plan": {"errors", "model_fit", "recipe", "recipe_file", "weights"},
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
-    "node": BASE | {"cluster", "launch", "preflight", "rollout", "runs"},
+    "node": BASE | {"cluster", "launch", "preflight", "recipe_file", "rollout", "runs"},
     "early": {"recipe", "rollout", "runs"},
     "desk": BASE
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
-    | {"environment", "observe", "prompts", "rewards", "rollout", "runs", "spans"}
+    | {"environment", "observe", "prompts", "recipe_file", "rewards", "rollout", "runs", "spans"}
     | {"spmd", "stop"},
     "replay": {"batch", "errors"},
     "collect": BASE | {"advantages", "desk", "dynamic_sampling", "observe", "replay"},

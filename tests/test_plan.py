@@ -43,7 +43,7 @@ from megatron_opo.plan.memory import (
 )
 from megatron_opo.plan.search import apply, suggest
 from megatron_opo.plan.timing import Workload, generate_time
-from megatron_opo.recipe import load_recipe
+from megatron_opo.recipe_file import load_recipe
 from megatron_opo.weights.hf_config import read_architecture
 
 RECIPES = Path(__file__).parents[1] / "recipes"

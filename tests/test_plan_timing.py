@@ -12,7 +12,7 @@ from megatron_opo.plan.layout import held_by, layout_of, model_of
 from megatron_opo.plan.search import apply
 from megatron_opo.plan.sync import sync_time
 from megatron_opo.plan.timing import Workload, generate_time, step_flops, update_time
-from megatron_opo.recipe import load_recipe
+from megatron_opo.recipe_file import load_recipe
 from megatron_opo.weights.hf_config import read_architecture
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_opo.errors import RecipeError
 from megatron_opo.model_fit import check_model
-from megatron_opo.recipe import dump_recipe, field_paths, load_recipe
+from megatron_opo.recipe_file import dump_recipe, field_paths, load_recipe
 
 MINIMAL = """
 name: demo

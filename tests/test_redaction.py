@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_opo.errors import RecipeError
-from megatron_opo.recipe import Recipe, dump_recipe, load_recipe
+from megatron_opo.recipe import Recipe
+from megatron_opo.recipe_file import dump_recipe, load_recipe
 from megatron_opo.redaction import HIDDEN, hidden_fields, hide_secrets, is_secret
 from megatron_opo.runs import changed_fields
 

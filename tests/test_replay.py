@@ -247,7 +247,7 @@ def replay_steps(run_dir: str, overrides: list[str], steps: list[int]):
     """The metrics, or the error's text; rank 0's recipe is that of `record`."""
     from megatron_opo.actor.parallel import initialize
     from megatron_opo.errors import OpoError
-    from megatron_opo.recipe import load_recipe
+    from megatron_opo.recipe_file import load_recipe
     from megatron_opo.train_only import replay
 
     recipe = load_recipe(Path(run_dir) / "recipe_0.yaml", overrides)

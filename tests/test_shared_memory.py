@@ -119,7 +119,7 @@ def sync_from_two_nodes(model: str, run_dir: str, servers: list[Server], version
     """Ranks that are each on a node of their own, and hold half of the layers, give the servers
     their weights several times; how each time ended, and the weights."""
     from megatron_opo import train
-    from megatron_opo.recipe import load_recipe
+    from megatron_opo.recipe_file import load_recipe
     from megatron_opo.rollout import Rollout
     from megatron_opo.weights.export import export_hf
 

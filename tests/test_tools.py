@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron_opo.model_fit import check_model
-from megatron_opo.recipe import load_recipe
+from megatron_opo.recipe_file import load_recipe
 from megatron_opo.rewards.verifiers import exact
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_opo.errors import RecipeError
 from megatron_opo.plan.hardware import GPUS, NETWORKS, find_gpu, find_network
-from megatron_opo.recipe import load_recipe
+from megatron_opo.recipe_file import load_recipe
 
 EXIT_DOES_NOT_FIT = 1
 DESCRIPTION = (
