@@ -51,7 +51,8 @@ class Driver:
             except BaseException as error:
                 self._announce(f"{type(error).__name__}: {error}")
                 raise
-            self._announce("")
+            with self.spans.of("tell"):
+                self._announce("")
             return result
         if meanwhile is not None:
             meanwhile()
@@ -109,6 +110,10 @@ class Driver:
 
     def share(self, tensors: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Rank 0's CPU tensors, on every rank."""
+        with self.spans.of("share"):
+            return self._share(tensors)
+
+    def _share(self, tensors: list[torch.Tensor] | None) -> list[torch.Tensor]:
         tensors = tensors if self.is_here else []
         assert tensors is not None, "rank 0 has nothing to share"
         header = torch.tensor([len(tensors)])

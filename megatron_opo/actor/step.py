@@ -221,8 +221,7 @@ class Actor:
         if batch is not None:
             tensors = [getattr(batch, name) for name in names]
             tensors[0] = tensors[0].to(torch.int32)
-        with self.spans.of("share"):
-            shared = dict(zip(names, self.driver.share(tensors), strict=True))
+        shared = dict(zip(names, self.driver.share(tensors), strict=True))
         if batch is not None:
             return replace(batch, **shared)
         nothing = torch.zeros(0)
