@@ -27,7 +27,7 @@ from megatron_opo.actor.step import Actor
 from megatron_opo.advantages import group_advantages_
 from megatron_opo.batch import Group, PackedBatch, Prompt, Sample, pack
 from megatron_opo.plan.flops import forward_flops
-from megatron_opo.plan.hardware import GPUS
+from megatron_opo.plan.hardware import peak_flops
 from megatron_opo.plan.layout import layout_of, model_of
 from megatron_opo.plan.memory import trainer_memory
 from megatron_opo.recipe import Recipe
@@ -176,10 +176,9 @@ def table(
     met = True
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        gpu = next((gpu for key, gpu in GPUS.items() if key.split("-")[0].upper() in name), None)
         lines.insert(1, f"Device: {name}.")
-        if gpu is not None:
-            mfu = flops / median / gpu.flops
+        if peak_rate := peak_flops(name):
+            mfu = flops / median / peak_rate
             met &= mfu >= MFU_BAR
             lines.append(f"| MFU (bar {MFU_BAR:.0%}) | {mfu:.1%} |")
         stage = trainer_memory(model, recipe, layout_of(recipe, 1), size.micro_batches, 1)[0]
