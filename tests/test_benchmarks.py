@@ -21,6 +21,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, which import one another
 
 import convert  # noqa: E402
+import rollout_client  # noqa: E402
 import variance  # noqa: E402
 import variance_moments as moments  # noqa: E402
 import variance_policy as policies  # noqa: E402
@@ -264,3 +265,18 @@ def test_another_model_after_the_way_to_megatron_and_back_is_no_result(tmp_path)
     convert.check_equal(tmp_path / "a", tmp_path / "a")
     with pytest.raises(SystemExit, match=r"\['model\.safetensors'\] differ"):
         convert.check_equal(tmp_path / "a", tmp_path / "b")
+
+
+def test_the_clients_own_time_is_that_of_sampling_real_servers(qwen_pool):
+    rollout, version = qwen_pool.rollout(), qwen_pool.next_version()
+    rollout.sync(iter(qwen_pool.weights().items()), version)
+    one = rollout_client.sample_round(rollout, version, requests=5, samples=3, tokens=4)
+    assert (one.requests, one.tokens) == (5, rollout.stats.response_tokens)
+    assert 5 * 3 <= one.tokens <= 5 * 3 * 4
+    assert 0 < one.cpu_seconds < one.seconds
+
+
+def test_what_a_request_costs_is_a_median():
+    rounds = [rollout_client.Round(10, 500, seconds, 2 * seconds) for seconds in (0.02, 0.01, 0.09)]
+    last = rollout_client.table({32: rounds}, samples=8).splitlines()[-1]
+    assert last == "| 32 | 2.00 | 40.00 | 250.0 | 12,500 |"

@@ -111,6 +111,9 @@ def test_the_trainers_own_process_group_is_left_alone(qwen_pool, with_world):
     finally:
         dist.destroy_process_group()
     rollout.sync(iter(weights.items()), qwen_pool.next_version())
+    # What each server has imported is there to stay; it is told so once.
+    asked = [span.track for span in rollout._spans.done if span.path == "/freeze_gc"]
+    assert sorted(asked) == sorted(server.name for server in qwen_pool.servers)
 
 
 def swap_norms(path, body):
