@@ -65,20 +65,24 @@ def _procedural_rows(source: ProceduralConfig, limit: int | None, split: str) ->
         )
 
 
-def _file_rows(dataset: DatasetConfig, split: str) -> Iterator[Row]:
-    for name in dataset.files:
-        path = Path(name)
-        readers = {".parquet": _parquet_records, ".jsonl": _jsonl_records}
-        if path.suffix not in readers:
+def check_files(dataset: DatasetConfig, split: str) -> None:
+    """Raises DataError: a file is not there, or of a kind that is not read."""
+    for path in map(Path, dataset.files):
+        if path.suffix not in _READERS:
             raise DataError(
                 f"data.{split}.files: {path} ends in {path.suffix!r}, must be one of: "
-                f"{', '.join(readers)}"
+                f"{', '.join(_READERS)}"
             )
         if not path.is_file():
             what = "is a directory, give the files in it" if path.is_dir() else "does not exist"
             raise DataError(f"data.{split}.files: {path} {what}")
+
+
+def _file_rows(dataset: DatasetConfig, split: str) -> Iterator[Row]:
+    check_files(dataset, split)
+    for path in map(Path, dataset.files):
         empty = True
-        for where, record in readers[path.suffix](path):
+        for where, record in _READERS[path.suffix](path):
             empty = False
             yield parse_row(record, where, dataset, split, default_source=path.stem)
         if empty:
@@ -118,6 +122,9 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
                     number += 1
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: cannot be read as parquet after {number} rows: {error}") from None
+
+
+_READERS = {".parquet": _parquet_records, ".jsonl": _jsonl_records}
 
 
 def parse_row(

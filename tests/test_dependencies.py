@@ -40,7 +40,7 @@ ALLOWED = {
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
     "node": BASE | {"cluster", "launch", "preflight", "recipe_file", "rollout", "runs"},
-    "early": {"recipe", "rollout", "runs"},
+    "early": {"recipe", "rollout", "rows", "runs"},
     "desk": BASE
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "recipe_file", "rewards", "rollout", "runs", "spans"}

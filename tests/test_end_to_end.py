@@ -377,6 +377,8 @@ def test_a_mistake_ends_in_one_clear_error(arguments, expected, tmp_path_factory
     assert outcome.returncode == 2, outcome.stdout
     assert expected in outcome.stdout
     assert outcome.stdout.count("error: ") == 1
+    if "reward.function" not in arguments[0]:  # it is loaded while the servers start
+        assert not list(run_dir.glob("logs/server_*")), "found before a server was started"
     assert not processes_in(project), "servers that were starting have ended"
     assert "Traceback" not in outcome.stdout
 
