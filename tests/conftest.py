@@ -27,6 +27,7 @@ settings.load_profile("without deadlines")
 SLURM, SERVERS = "slurm", "servers"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `pytest -n 2 --dist loadgroup --no-loadscope-reorder`: tests that share what is slow to
     start run on one worker, and what takes longest begins first."""
