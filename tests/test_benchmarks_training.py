@@ -52,7 +52,7 @@ def test_no_response_ends_early_and_each_token_is_a_word(task):
 
 
 def test_both_sides_take_one_step_on_the_same_batch(task, tmp_path):
-    from megatron_opo.recipe import load_recipe
+    from megatron_opo.recipe_file import load_recipe
 
     training_runs.write_recipe(
         tmp_path / "r.yaml", task, prompts=32, samples=8, length=64, steps=5, lr=1e-3
