@@ -178,8 +178,9 @@ def test_updates_of_packed_and_padded_rollouts_are_the_same(tmp_path):
     out = tmp_path / "table.md"
     command = [sys.executable, str(BENCHMARKS / "packing.py"), "--quick", "--out", str(out)]
     result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode in (0, 1) and out.exists(), (result.returncode, result.stderr)
     text = out.read_text()
-    assert result.returncode == (1 if "MISSED" in text else 0), result.stderr
+    assert result.returncode == (1 if "MISSED" in text else 0)
     rows = re.findall(r"^\| (packed|padded[^|]*) \| ([\d,]+) \| (\d+)% \|", text, re.M)
     (_, packed, share), (_, padded, padded_share) = rows
     longest = int(re.search(r"lengths [\d, ]+, (\d+);", text)[1]) + versus_task.PROMPT_WORDS
