@@ -3,8 +3,9 @@
     python benchmarks/soak.py [--minutes 15] [--seed 0] [--every 12] [--recipe recipes/...yaml]
                               [--out table.md] [section.field=value ...]
 
-Each fault hits one process of a real run: rank 0, a server, its scheduler, a reward worker (all by
-kill -9), a server that stops to answer (SIGSTOP), the trainer asked to end (SIGTERM). A trainer
+Each fault hits one process of a real run: rank 0, a server, its scheduler or its detokenizer, a
+reward worker (all by kill -9), a server that stops to answer (SIGSTOP), the trainer asked to end
+(SIGTERM). A trainer
 that has ended is started again by the same command. Then the same recipe runs undisturbed for as
 many steps, and the two are compared: which prompts each step trained on (in order: none lost, none
 twice), and all metrics but times and counts of faults. Exits with 1 where they differ.
@@ -40,6 +41,8 @@ UNLIKE = (
     "rollout/retries",
     "rollout/restarts",
     "rollout/servers",
+    "rollout/tail",
+    "rollout/cached",
     "sync/",
     "checkpoint/",
 )
@@ -70,6 +73,24 @@ def children_with(words: str) -> Callable[[psutil.Process], list[psutil.Process]
     return find
 
 
+def of_servers(first: bool) -> Callable[[psutil.Process], list[psutil.Process]]:
+    """The first process of each server, which a guard runs, or its children: these have its command
+    line, too."""
+
+    def find(trainer: psutil.Process) -> list[psutil.Process]:
+        found = []
+        for process in children_with("sglang.launch_server")(trainer):
+            try:
+                parent = process.parent()
+                if parent and any("guard.py" in word for word in parent.cmdline()) == first:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    return find
+
+
 def itself(trainer: psutil.Process) -> list[psutil.Process]:
     return [trainer]
 
@@ -77,8 +98,8 @@ def itself(trainer: psutil.Process) -> list[psutil.Process]:
 FAULTS = (
     Fault("kill -9 trainer", signal.SIGKILL, itself),
     Fault("SIGTERM trainer", signal.SIGTERM, itself),
-    Fault("kill -9 server", signal.SIGKILL, children_with("sglang.launch_server"), 2),
-    Fault("kill -9 scheduler", signal.SIGKILL, children_with("sglang::scheduler")),
+    Fault("kill -9 server", signal.SIGKILL, of_servers(first=True)),
+    Fault("kill -9 child of a server", signal.SIGKILL, of_servers(first=False), 2),
     Fault("SIGSTOP server", signal.SIGSTOP, children_with("sglang.launch_server")),
     Fault("kill -9 reward worker", signal.SIGKILL, children_with("rewards.worker"), 2),
 )

@@ -238,12 +238,12 @@ def own_directories(server: int, *places: Path) -> list[Path]:
 
 
 def cancel(processes: list[psutil.Process]) -> None:
-    """As Slurm does, with the shortest time between."""
+    """As Slurm does, which gives longer by default."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signum)
-        time.sleep(0.5)
+        time.sleep(2.0)
 
 
 # At 2 processes the server itself has started, beside its guard; at 4 its scheduler and its
