@@ -17,7 +17,7 @@ models/tiny_arithmetic/config.json: | setup
 
 test: lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest \
-		-n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(VENV)/bin/ruff check .

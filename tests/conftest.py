@@ -1,6 +1,4 @@
-"""Fixtures that several test modules share, and which tests share a worker."""
-
-from pathlib import Path
+"""Fixtures that several test modules share, and their order."""
 
 import pytest
 from hypothesis import settings
@@ -24,21 +22,29 @@ __all__ = [
 settings.register_profile("without deadlines", deadline=None)
 settings.load_profile("without deadlines")
 
-SLURM, SERVERS = "slurm", "servers"
+# What takes longest, so that with `pytest -n 2 --dist loadfile --no-loadscope-reorder` no worker is
+# left with one of these at the end.
+LONGEST_FIRST = (
+    "test_jobs",
+    "test_end_to_end",
+    "test_rollout_sync",
+    "test_rollout_server",
+    "test_rollout_faults",
+    "test_training_faults",
+    "test_experts",
+    "test_layouts",
+    "test_sync_families",
+    "test_checkpoint_writer",
+    "test_cluster",
+)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+@pytest.hookimpl(tryfirst=True)  # before xdist tells what there is
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n 2 --dist loadgroup --no-loadscope-reorder`: tests that share what is slow to
-    start run on one worker, and what takes longest begins first."""
-
-    def group_of(item: pytest.Item) -> str:
-        if item.path.parent.name == "slurm":
-            return SLURM
-        fixtures = getattr(item, "fixturenames", ())
-        return SERVERS if "launched_qwen_pool" in fixtures else Path(item.path).stem
-
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    first = (SLURM, SERVERS)
-    items.sort(key=lambda item: first.index(g) if (g := group_of(item)) in first else len(first))
+    items.sort(
+        key=lambda item: (
+            LONGEST_FIRST.index(item.path.stem)
+            if item.path.stem in LONGEST_FIRST
+            else len(LONGEST_FIRST)
+        )
+    )
