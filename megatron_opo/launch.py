@@ -57,6 +57,9 @@ def all_seats(world_size: int) -> Seats:
     return Seats(range(world_size), world_size, place)
 
 
+SHARED_MEMORY = Path("/dev/shm")
+
+
 class TimeWarning:
     """Slurm's warning before the time limit, SIGUSR1: noted, and repeated to rank 0 until it ends,
     as a process that still starts up ignores it."""
@@ -99,7 +102,7 @@ def run_ranks(
     ranks: list[subprocess.Popen] = []
     warning = warning or TimeWarning()
     leads = seats.ranks.start == 0
-    with raising_on_signals(), _noting(warning):
+    with raising_on_signals(), _noting(warning), _sweeping(ranks):
         try:
             for rank in seats.ranks:
                 ranks.append(_start(command, rank, seats, environment, log_dir))
@@ -119,6 +122,19 @@ def run_ranks(
     code = ranks[failed].returncode
     _explain(seats.ranks[failed], code, log_dir)
     return code if code > 0 else 128 - code
+
+
+@contextmanager
+def _sweeping(ranks: list[subprocess.Popen]) -> Iterator[None]:
+    """At the end, remove what ranks that were killed have left in shared memory (sync.transport):
+    torch's own process that does so may have been killed with them."""
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            if rank.poll() is not None:
+                for left in SHARED_MEMORY.glob(f"torch_{rank.pid}_*"):
+                    left.unlink(missing_ok=True)
 
 
 def _stop(

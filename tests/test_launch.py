@@ -61,10 +61,20 @@ def test_a_killed_rank_is_named_although_rank_0_fails_of_it(tmp_path, capfd):
     assert "last words" in shown
 
 
-def test_a_killed_rank_0_is_named(tmp_path, capfd):
-    code = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(1)")
-    assert code == 128 + 9
+SHARES = """
+import torch
+shared = torch.UntypedStorage._new_using_filename_cpu(1000)
+Path("shared").write_text(shared._share_filename_cpu_()[1].decode())
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+def test_a_killed_rank_0_is_named_and_leaves_no_shared_memory(tmp_path, capfd):
+    assert run(tmp_path, SHARES, "time.sleep(1)") == 128 + 9
     assert "error: rank 0 was killed by signal 9" in capfd.readouterr().err
+    name = (tmp_path / "shared").read_text().strip("/")
+    assert name.startswith(f"torch_{(tmp_path / 'pid_0').read_text()}_")
+    assert not Path("/dev/shm", name).exists()
 
 
 def test_a_rank_that_fails_first_is_named_with_its_log(tmp_path, capfd):
