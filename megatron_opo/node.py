@@ -22,6 +22,7 @@ from megatron_opo.errors import ClusterError, OpoError, RecipeError, TrainingErr
 from megatron_opo.launch import (
     EXIT_CONSEQUENCE,
     Seats,
+    Stopped,
     TimeWarning,
     raising_on_signals,
     run_ranks,
@@ -233,15 +234,23 @@ class Watch:
 
 
 def _wait_for_trainers(watch: Watch, layout: Layout) -> int:
-    """The first exit code other than 0 of any node's ranks, or 0 when all have ended with it."""
+    """The first exit code other than 0 of any node's ranks, or 0 when all have ended with it. Asked
+    to stop, it still waits: Slurm asks the ranks, too, which write what is to be kept. The second
+    time it does not."""
+    asked = False
     while True:
-        codes = watch.board.read_all("trained")[: layout.trainer_nodes]
-        if any(codes) or all(code == 0 for code in codes):
-            return next((code for code in codes if code), 0)
-        if what := watch.problem():
-            print(f"error: {what}", file=sys.stderr)
-            return EXIT_CONSEQUENCE
-        time.sleep(0.2)
+        try:
+            codes = watch.board.read_all("trained")[: layout.trainer_nodes]
+            if any(codes) or all(code == 0 for code in codes):
+                return next((code for code in codes if code), 0)
+            if what := watch.problem():
+                print(f"error: {what}", file=sys.stderr)
+                return EXIT_CONSEQUENCE
+            time.sleep(0.2)
+        except Stopped as stopped:
+            if asked:
+                return 128 + stopped.args[0]
+            asked = True
 
 
 def _tell(board: Board, failure: str, code: int) -> None:
