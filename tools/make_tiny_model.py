@@ -150,7 +150,6 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, seed: int) -> Qw
         head_dim=32,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        use_cache=False,
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
         bos_token_id=None,
