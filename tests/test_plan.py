@@ -156,7 +156,7 @@ def check_operations(ranks, model, recipe, layout):
     flops = forward_flops(model, *ranks[0]["batch"])
     assert flops.attention > 0
     assert ranks[0]["said_flops"] == pytest.approx(flops.model, rel=1e-9)
-    if layout.tensor == layout.virtual == 1:  # otherwise there are dummy tokens, too
+    if layout.tensor == layout.virtual == layout.context == 1:  # else there are dummy tokens, too
         # torch does not count its fused attention on a CPU.
         computed = replace(flops, attention=0).computed(recipe.actor.recompute == "full")
         assert sum(rank["update_flops"] for rank in ranks) == computed
