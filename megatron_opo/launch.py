@@ -134,7 +134,8 @@ def _sweeping(ranks: list[subprocess.Popen]) -> Iterator[None]:
         for rank in ranks:
             if rank.poll() is not None:
                 for left in SHARED_MEMORY.glob(f"torch_{rank.pid}_*"):
-                    left.unlink(missing_ok=True)
+                    with suppress(OSError):  # or it would hide how the run ended
+                        left.unlink()
 
 
 def _stop(

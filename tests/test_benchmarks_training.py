@@ -17,6 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, which import one anothe
 import attention  # noqa: E402
 import logprobs  # noqa: E402
 import step  # noqa: E402
+import sync  # noqa: E402
 import training_runs  # noqa: E402
 import versus_task  # noqa: E402
 import versus_trl as versus  # noqa: E402
@@ -186,3 +187,24 @@ def test_updates_of_packed_and_padded_rollouts_are_the_same(tmp_path):
     longest = int(re.search(r"lengths [\d, ]+, (\d+);", text)[1]) + versus_task.PROMPT_WORDS
     assert int(padded.replace(",", "")) == 32 * longest > int(packed.replace(",", ""))
     assert int(share) > int(padded_share)
+
+
+def test_a_sync_is_held_against_the_plain_copy_of_its_transport():
+    plain, transports = sync.PLAIN, sync.TRANSPORTS
+    seconds = {plain["distributed"]: 1.0, plain["shared_memory"]: 0.35}
+    seconds |= {f"sync, {transport}": 0.5 for transport in transports}
+    text, met = sync.table({name: [value] for name, value in seconds.items()}, 1.0)
+    assert met and "| sync, distributed | 0.50 | 2.00 | 200% |" in text
+    assert "| sync, shared_memory | 0.50 | 2.00 | 70% |" in text
+    seconds[plain["shared_memory"]] = 0.3
+    assert not sync.table({name: [value] for name, value in seconds.items()}, 1.0)[1]
+
+
+def test_an_update_is_timed(tmp_path):
+    out = tmp_path / "table.md"
+    command = [sys.executable, str(BENCHMARKS / "update.py"), "--quick", "--micro-batches", "1"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    numbers = re.findall(r"\| ([\d.,e-]+) \|$", out.read_text(), re.MULTILINE)
+    seconds, rate, _ = (float(number.replace(",", "")) for number in numbers)
+    assert rate * seconds == pytest.approx(4 * 256, rel=0.01)

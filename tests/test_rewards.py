@@ -111,8 +111,15 @@ def started(function: str, **config):
         yield pool
 
 
+def score(pool: RewardPool, groups, on_sample=None):
+    with pool.scoring() as scoring:
+        for one in groups:
+            scoring.add(one)
+        return scoring.results(groups, on_sample)
+
+
 def scores(pool: RewardPool, texts: list[str], ground_truth="42", **kwargs) -> list:
-    (scored,) = pool.score([group(texts, ground_truth, **kwargs)])
+    (scored,) = score(pool, [group(texts, ground_truth, **kwargs)])
     return [s.reward for s in scored.samples]
 
 
@@ -218,7 +225,7 @@ def test_math_in_a_worker():
     }
     groups = [group([*right, *wrong, "last"], truth) for truth, (right, wrong) in judged.items()]
     with started("math") as pool:
-        *scored, unreadable = pool.score(groups)
+        *scored, unreadable = score(pool, groups)
     for judged_group, (right, _) in zip(scored, judged.values(), strict=False):
         for sample in judged_group.samples:
             expected = float(sample.text in right)
@@ -254,7 +261,7 @@ def test_reasoning_gym_scores_its_own_answers_whatever_the_hash_seed(monkeypatch
             groups.append(group(texts, answer, f"e0-{index}", {**info, "index": index}))
     monkeypatch.setenv("PYTHONHASHSEED", "8")
     with started("reasoning_gym", timeout_s=60) as pool:
-        scored = pool.score(groups)
+        scored = score(pool, groups)
     for one in scored:
         right, tagged, wrong = one.samples
         assert (right.reward, tagged.reward) == (1.0, 1.0), (one.prompt, right, tagged)
@@ -319,7 +326,7 @@ def test_each_misbehaviour_costs_its_own_sample_only(functions, monkeypatch):
     config = {"timeout_s": 1.0, "workers": 2, "memory_gb": 2}
     monkeypatch.setenv("MEGATRON_OPO_API_KEY", "k")
     with started(f"{functions}:compute_score", **config) as pool:
-        (scored,) = pool.score([original], on_sample=done.append)
+        (scored,) = score(pool, [original], on_sample=done.append)
     for sample, (reward, reason) in zip(scored.samples, outcomes.values(), strict=True):
         assert sample.reward == reward, sample
         assert (sample.reward_error or "").startswith(reason or ""), sample
@@ -352,7 +359,7 @@ def test_what_a_function_prints_is_shown_up_to_a_limit(functions, capfd):
 @settings(max_examples=40, deadline=None)
 def test_every_sample_gets_the_reward_of_its_own_text(pool, texts):
     groups = [group([f"length {t}" for t in ts], key=f"e0-{i}") for i, ts in enumerate(texts)]
-    scored = pool.score(groups)
+    scored = score(pool, groups)
     assert [[s.reward for s in g.samples] for g in scored] == [[len(t) for t in ts] for ts in texts]
     assert [g.prompt for g in scored] == [g.prompt for g in groups]
     assert [[unscored(s) for s in g.samples] for g in scored] == [list(g.samples) for g in groups]
@@ -360,7 +367,7 @@ def test_every_sample_gets_the_reward_of_its_own_text(pool, texts):
 
 def test_arguments_and_info_cross_unchanged_and_workers_stay_light(pool):
     extra = {"index": 3, "nested": [{"a": None}], "text": "\u00e4\ud800"}
-    (scored,) = pool.score([group(["info"], ["4", 2.5, True], extra_info=extra)])
+    (scored,) = score(pool, [group(["info"], ["4", 2.5, True], extra_info=extra)])
     (sample,) = scored.samples
     assert sample.reward == 1.0
     assert sample.reward_info["arguments"] == ["source", ["4", 2.5, True], extra]
@@ -376,7 +383,7 @@ def test_a_response_larger_than_any_buffer(pool):
 
 def test_math_verifys_alarm_ends_a_sample_without_costing_the_worker(functions):
     with started(f"{functions}:compute_score", timeout_s=30) as pool:
-        (scored,) = pool.score([group(["info", "alarm", "info"])])
+        (scored,) = score(pool, [group(["info", "alarm", "info"])])
     before, late, after = scored.samples
     assert late.reward_error.startswith("TimeoutException: Operation timed out!")
     assert before.reward_info["pid"] == after.reward_info["pid"]
@@ -384,7 +391,7 @@ def test_math_verifys_alarm_ends_a_sample_without_costing_the_worker(functions):
 
 def test_an_async_function_runs_in_one_loop(functions):
     with started(f"{functions}:judge", timeout_s=1) as pool:
-        (scored,) = pool.score([group(["1234", "raise", "12", "hang", "123"])])
+        (scored,) = score(pool, [group(["1234", "raise", "12", "hang", "123"])])
     assert [s.reward for s in scored.samples] == [4.0, None, 2.0, None, 3.0]
     assert scored.samples[1].reward_error.startswith("ValueError: no judge")
     assert scored.samples[3].reward_error == "no result within 1 s"
@@ -401,7 +408,7 @@ def test_a_callback_that_fails_leaves_the_pool_usable(pool):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pool.score([group(["42"] * 50)], on_sample=fail)
+        score(pool, [group(["42"] * 50)], on_sample=fail)
     assert scores(pool, ["41", "42"]) == [0.0, 1.0]
 
 
@@ -469,9 +476,9 @@ def test_a_function_that_loads_only_once_ends_the_scoring_loudly(tmp_path):
     )
     with started(f"{path}:f") as pool:
         with pytest.raises(RewardError, match="cannot be imported: ImportError: gone"):
-            pool.score([group(["a", "b", "c"])])
+            score(pool, [group(["a", "b", "c"])])
         with pytest.raises(RewardError, match="ImportError: gone"):
-            pool.score([group(["d"])])
+            score(pool, [group(["d"])])
 
 
 @contextmanager
@@ -517,7 +524,7 @@ def test_closing_ends_what_is_running_and_waiting(functions, tmp_path):
         assert os.read(pipe, 9) == b"x"
         assert wait_for(pipe, select.POLLHUP), "a worker outlived the pool"
         with pytest.raises(RuntimeError, match="closed"):
-            pool.score([hanging])
+            score(pool, [hanging])
 
 
 TRAINER = """

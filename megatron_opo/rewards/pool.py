@@ -254,15 +254,6 @@ class RewardPool:
         """Samples to be scored together, though they come one after the other."""
         return Scoring(self)
 
-    def score(
-        self, groups: list[Group], on_sample: Callable[[Sample], None] | None = None
-    ) -> list[Group]:
-        """See `Scoring.results`."""
-        with self.scoring() as scoring:
-            for group in groups:
-                scoring.add(group)
-            return scoring.results(groups, on_sample)
-
     def close(self) -> None:
         """Kill the workers. What is not scored yet ends with RewardError."""
         with self._lock:
