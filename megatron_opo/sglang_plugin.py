@@ -6,11 +6,14 @@ token and its logprob are a function of weights, prompt and seed alone: whatever
 batch, in the cache, or on the machine.
 
 A quick start: the processes of a server are forked, so that only the first one imports SGLang.
+
+Shared memory under the server's own name, so that whoever ends it knows what to remove.
 """
 
 import multiprocessing
 import os
 import pkgutil
+from collections.abc import Callable
 from hashlib import blake2b
 from importlib.metadata import entry_points
 
@@ -20,6 +23,7 @@ from megatron_opo import invariant
 
 VARIABLE = "MEGATRON_OPO_DETERMINISTIC_CPU"
 FORK_VARIABLE = "MEGATRON_OPO_FORK"
+SHARED_NAME_VARIABLE = "MEGATRON_OPO_SHARED_NAME"
 BACKEND = "torch_native"
 
 
@@ -31,12 +35,20 @@ def is_installed() -> bool:
 
 def register() -> None:
     """SGLang's plugin hook."""
-    if os.environ.get(FORK_VARIABLE):
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if SHARED_NAME_VARIABLE in os.environ:
+        for target in SHARED_NAMES:
+            HookRegistry.register(target, own_name, HookType.AROUND)
+    if os.environ.get(FORK_VARIABLE):
         HookRegistry.register(BEFORE_CHILDREN, fork_children, HookType.AFTER)
     if VARIABLE in os.environ:
         _register_operations()
+
+
+def own_name(original: Callable[[str], str], what: str) -> str:
+    """SGLang's names have a random number or that of a process."""
+    return original(f"{os.environ[SHARED_NAME_VARIABLE]}_{what}")
 
 
 def fork_children(*_) -> None:
@@ -209,6 +221,11 @@ def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.float64) * 2.0**-52
 
 
+# Of the file in which a scheduler tells its load, and of queues between processes.
+SHARED_NAMES = [
+    "sglang.srt.managers.load_snapshot.shm_path_for",
+    "sglang.srt.utils.stale_shm_cleanup.make_shm_name",
+]
 # Where SGLang decides how its processes are started.
 BEFORE_CHILDREN = "sglang.srt.entrypoints.engine._set_envs_and_config"
 REPLACED = {

@@ -4,7 +4,9 @@ runs in them does not matter, so it is a shell that waits."""
 import os
 import signal
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 from test_rollout_server import members, wait_until
 
@@ -39,6 +41,19 @@ def launch(tmp_path):
 
 def ended(server: Server) -> bool:
     return server.exit_code is not None
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_shared_memory_of_a_servers_name_goes_with_it(launch, end):
+    """What was made since the guard's last look, by a process that is gone, too."""
+    server = launch('touch "/dev/shm/made_$MEGATRON_OPO_SHARED_NAME"; exec sleep 100')
+    pattern = f"made_opo_server_{server.process.pid}_*"
+    wait_until(lambda: list(Path("/dev/shm").glob(pattern)))
+    (made,) = Path("/dev/shm").glob(pattern)
+    (inner,) = psutil.Process(server.process.pid).children()
+    inner.send_signal(end)
+    wait_until(lambda: ended(server))
+    assert not made.exists()
 
 
 def test_another_node_does_what_rank_0_wants_and_tells_of_the_end(launch):

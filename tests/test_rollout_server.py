@@ -273,7 +273,7 @@ def test_nothing_of_a_server_outlives_its_trainer(tmp_path, model, end, processe
     try:
         wait_until(lambda: len(members(server)) >= processes)
         if processes > 2:
-            what = "sem" if processes == 5 else "/dev/shm/"
+            what = "sem" if processes == 5 else f"opo_server_{server}_"
             wait_until(lambda: any(what in path for path in shared_files(server)))
             shared = shared_files(server)
             assert own_directories(server, scratch)

@@ -30,6 +30,8 @@ OUTPUT_SECONDS = 2.0
 LONGEST_PARENT = 60
 # As in redaction.py; this script imports nothing but the standard library.
 API_KEY_VARIABLE = "MEGATRON_OPO_API_KEY"
+# As in sglang_plugin.py.
+SHARED_NAME_VARIABLE = "MEGATRON_OPO_SHARED_NAME"
 HIDDEN = b"(hidden)"
 
 
@@ -74,20 +76,21 @@ def shared_files(pids: Iterable[int]) -> set[int]:
     return found
 
 
-def remove(shared: set[int], group: int) -> None:
-    """Remove the files of `shared` that no process outside of the group uses. Those that have one
-    open keep it."""
+def remove(shared: set[int], group: int, name: str) -> None:
+    """Remove the files of `shared` that no process outside of the group uses, and those that have
+    the server's own name in theirs, which may have been made after the last look. Those that have
+    one open keep it."""
     inside = set(members(group))
     removed = shared - shared_files(pid for pid in processes() if pid not in inside)
     with suppress(FileNotFoundError):
         for entry in list(os.scandir(SHARED_MEMORY)):
             with suppress(OSError):
-                if entry.inode() in removed:
+                if entry.inode() in removed or name in entry.name:
                     os.unlink(entry.path)
 
 
-def end_group(shared: set[int]) -> None:
-    """Kill the group but for this process, then remove the files of `shared` and those in use."""
+def end_group(shared: set[int], name: str) -> None:
+    """Kill the group but for this process, then remove what it has in shared memory."""
     own = os.getpid()
     deadline = time.monotonic() + END_SECONDS
     while (rest := [pid for pid in members(own) if pid != own]) and time.monotonic() < deadline:
@@ -96,7 +99,7 @@ def end_group(shared: set[int]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    remove(shared, own)
+    remove(shared, own, name)
 
 
 def scratch_parent() -> str:
@@ -108,7 +111,8 @@ def scratch_parent() -> str:
 def server_environment(scratch: str) -> dict[str, str]:
     """Temporary files go to `scratch`, but what was compiled is kept for the next start."""
     compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    return {"TORCHINDUCTOR_CACHE_DIR": compiled} | os.environ | {"TMPDIR": scratch}
+    own = {"TMPDIR": scratch, SHARED_NAME_VARIABLE: os.path.basename(scratch)}
+    return {"TORCHINDUCTOR_CACHE_DIR": compiled} | os.environ | own
 
 
 def write_config(scratch: str, key: str) -> list[str]:
@@ -155,9 +159,7 @@ def main() -> int:
         # By Slurm, with all processes of a job. The server will end by itself; there may be no time
         # after that, and what it uses is seen only before.
         look()
-        remove(shared, guard)
-
-    signal.signal(signal.SIGTERM, asked_to_end)
+        remove(shared, guard, os.path.basename(scratch))
 
     def prepare() -> None:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -168,6 +170,7 @@ def main() -> int:
 
     key = os.environ.pop(API_KEY_VARIABLE)
     scratch = tempfile.mkdtemp(prefix=f"opo_server_{guard}_", dir=scratch_parent())
+    signal.signal(signal.SIGTERM, asked_to_end)
     command += write_config(scratch, key)
     output = None
     code = -signal.SIGKILL
@@ -194,7 +197,7 @@ def main() -> int:
         pass
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        end_group(shared)
+        end_group(shared, os.path.basename(scratch))
         if output is not None:
             output.join(OUTPUT_SECONDS)
         shutil.rmtree(scratch, ignore_errors=True)
