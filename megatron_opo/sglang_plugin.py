@@ -10,16 +10,19 @@ A quick start: the processes of a server are forked, so that only the first one 
 Shared memory under the server's own name, so that whoever ends it knows what to remove.
 """
 
+import logging
 import multiprocessing
 import os
 import pkgutil
 from collections.abc import Callable
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import entry_points
 
 import torch
 
-from megatron_opo import invariant
+from megatron_opo import attention_kernel, invariant
+from megatron_opo.errors import KernelError
 
 VARIABLE = "MEGATRON_OPO_DETERMINISTIC_CPU"
 FORK_VARIABLE = "MEGATRON_OPO_FORK"
@@ -35,15 +38,19 @@ def is_installed() -> bool:
 
 def register() -> None:
     """SGLang's plugin hook."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     if SHARED_NAME_VARIABLE in os.environ:
         for target in SHARED_NAMES:
-            HookRegistry.register(target, own_name, HookType.AROUND)
+            _hook(target, own_name, "AROUND")
     if os.environ.get(FORK_VARIABLE):
-        HookRegistry.register(BEFORE_CHILDREN, fork_children, HookType.AFTER)
+        _hook(BEFORE_CHILDREN, fork_children, "AFTER")
     if VARIABLE in os.environ:
         _register_operations()
+
+
+def _hook(target: str, function: Callable, kind: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, function, HookType[kind])
 
 
 def own_name(original: Callable[[str], str], what: str) -> str:
@@ -58,11 +65,10 @@ def fork_children(*_) -> None:
 
 def _register_operations() -> None:
     from sglang.srt.arg_groups import choices
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, replacement in REPLACED.items():
         pkgutil.resolve_name(target)
-        HookRegistry.register(target, replacement, HookType.REPLACE)
+        _hook(target, replacement, "REPLACE")
     # Last: whatever failed before, the server then refuses to start in deterministic mode.
     choices.add_deterministic_attention_backend_choices([BACKEND])
     choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
@@ -103,19 +109,14 @@ def attend_extend(
     **_,
 ) -> torch.Tensor:
     _refuse_encoder(encoder_lens)
-    lengths, counts = seq_lens.tolist(), extend_seq_lens.tolist()
-    queries, outputs = query.split(counts), output.split(counts)
-    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        slots = req_to_token[req_pool_indices[i], None, :length]
-        positions = torch.arange(length - count, length)
-        outputs[i][:] = invariant.attention(
-            queries[i][None],
-            _gather(k_cache, slots),
-            _gather(v_cache, slots),
-            positions[None],
-            scaling,
-            sliding_window_size,
-        )[0]
+    counts = extend_seq_lens.long()
+    ends = counts.cumsum(0)
+    # The first token of a sequence is at position `prefix`, and those after it follow.
+    shift = extend_prefix_lens - (ends - counts)
+    positions = torch.arange(len(query)) + shift.repeat_interleave(counts)
+    requests = req_pool_indices.repeat_interleave(counts)
+    cache = k_cache, v_cache, req_to_token
+    _attend()(query, output, *cache, requests, positions, scaling, sliding_window_size)
     return output
 
 
@@ -134,31 +135,39 @@ def attend_decode(
     **_,
 ) -> torch.Tensor:
     _refuse_encoder(encoder_lens)
-    # Contexts of about the same length go together: each is filled up to the longest.
-    blocks = -(-seq_lens // invariant.KEY_BLOCK)
-    for count in blocks.unique().tolist():
-        chosen = (blocks == count).nonzero()[:, 0]
-        last = seq_lens[chosen, None] - 1
-        places = torch.arange(count * invariant.KEY_BLOCK)[None].minimum(last)
-        slots = req_to_token[req_pool_indices[chosen, None], places]
-        output[chosen] = invariant.attention(
-            query[chosen, None],
-            _gather(k_cache, slots),
-            _gather(v_cache, slots),
-            last,
-            scaling,
-            sliding_window_size,
-        )[:, 0]
+    cache, positions = (k_cache, v_cache, req_to_token), seq_lens - 1
+    _attend()(query, output, *cache, req_pool_indices, positions, scaling, sliding_window_size)
     return output
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[slots, heads, channels], [requests, places] -> [requests, heads, places, channels]."""
-    heads = torch.arange(cache.shape[1])[:, None]
-    rows = slots[:, None] * cache.shape[1] + heads
-    # Far faster than indexing, which goes element by element.
-    found = cache.flatten(0, 1).index_select(0, rows.flatten())
-    return found.view(*rows.shape, cache.shape[2])
+@cache
+def _attend() -> Callable[..., None]:
+    """The compiled kernel or, without a compiler, a slower way of the same signature."""
+    try:
+        attention_kernel.library()
+    except KernelError as error:
+        logging.getLogger(__name__).warning("attention is slow: %s", error)
+        return attend_slowly
+    return attention_kernel.attend
+
+
+def attend_slowly(
+    query, output, k_cache, v_cache, table, requests, positions, scale, window
+) -> None:
+    """As attention_kernel.attend, request by request."""
+    ids, counts = requests.unique_consecutive(return_counts=True)
+    start = 0
+    for request, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        rows = slice(start, start := start + count)
+        slots = table[request, : positions[rows].max() + 1]
+        output[rows] = invariant.attention(
+            query[None, rows],
+            k_cache[slots].transpose(0, 1)[None],
+            v_cache[slots].transpose(0, 1)[None],
+            positions[None, rows],
+            scale,
+            window,
+        )[0]
 
 
 def _refuse_encoder(encoder_lens) -> None:

@@ -5,7 +5,8 @@ import mmap
 import pytest
 import torch
 
-from megatron_opo.advantages import kernel, kernel_build, kernel_cpu
+from megatron_opo import kernel_build
+from megatron_opo.advantages import kernel, kernel_cpu
 from megatron_opo.advantages.kernel import (
     group_advantages_,
     group_advantages_padded_,

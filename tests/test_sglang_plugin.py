@@ -8,7 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opo.sglang_plugin import FORK_VARIABLE, VARIABLE, sample, sample_truncated
+from megatron_opo.sglang_plugin import (
+    FORK_VARIABLE,
+    SHARED_NAME_VARIABLE,
+    VARIABLE,
+    sample,
+    sample_truncated,
+)
 
 DRAWS = 20_000
 
@@ -103,6 +109,6 @@ def test_a_server_that_is_not_asked_is_left_alone():
         "import sys; from megatron_opo.sglang_plugin import register; register(); "
         "sys.exit(any(name.startswith('sglang.') for name in sys.modules))"
     )
-    asked = (VARIABLE, FORK_VARIABLE)
+    asked = (VARIABLE, FORK_VARIABLE, SHARED_NAME_VARIABLE)
     environment = {name: text for name, text in os.environ.items() if name not in asked}
     assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == 0

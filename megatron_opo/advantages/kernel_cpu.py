@@ -5,17 +5,14 @@ and masks are read from memory once, and written while they are still in the cac
 """
 
 import ctypes
-import os
-import shutil
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from megatron_opo.advantages.kernel_build import build
 from megatron_opo.errors import KernelError
+from megatron_opo.kernel_build import load_cpp
 
-FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fopenmp-simd"]
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BYTES_PER_THREAD = 1 << 20  # less is not worth starting a thread for
 
@@ -27,17 +24,7 @@ def library() -> ctypes.CDLL:
     Raises:
         KernelError: there is no C++ compiler, or it fails.
     """
-    compiler = os.environ.get("CXX") or next(
-        (name for name in ("c++", "g++", "clang++") if shutil.which(name)), None
-    )
-    if compiler is None:
-        raise KernelError(
-            "no C++ compiler: looked for c++, g++ and clang++ on the PATH and for $CXX. Install "
-            "one, or use MEGATRON_OPO_KERNEL=torch"
-        )
-    loaded = ctypes.CDLL(
-        str(build(Path(__file__).with_suffix(".cpp"), [*compiler.split(), *FLAGS]))
-    )
+    loaded = load_cpp(Path(__file__).with_suffix(".cpp"), ["-pthread", "-fopenmp-simd"])
     pointer, int64, uint64, int32 = (
         ctypes.c_void_p,
         ctypes.c_int64,

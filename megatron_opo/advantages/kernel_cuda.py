@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_opo.advantages.kernel_build import build
 from megatron_opo.errors import KernelError
+from megatron_opo.kernel_build import build
 
 SOURCE = Path(__file__).with_suffix(".cu")
 FLAGS = ["-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC"]

@@ -1,14 +1,18 @@
 """Compile a source file of this package into a shared library, once per machine and version."""
 
+import ctypes
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
 from megatron_opo.errors import KernelError
+
+CPP_FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC"]
 
 
 def build(source: Path, command: list[str]) -> Path:
@@ -31,6 +35,23 @@ def build(source: Path, command: list[str]) -> Path:
             _output([*command, "-o", str(unfinished), str(source)])
             unfinished.replace(library)
     return library
+
+
+def load_cpp(source: Path, flags: list[str]) -> ctypes.CDLL:
+    """The library that the system's C++ compiler makes of `source` for this processor.
+
+    Raises:
+        KernelError: there is no C++ compiler, or it fails.
+    """
+    compiler = os.environ.get("CXX") or next(
+        (name for name in ("c++", "g++", "clang++") if shutil.which(name)), None
+    )
+    if compiler is None:
+        raise KernelError(
+            "no C++ compiler: looked for c++, g++ and clang++ on the PATH and for $CXX; install one"
+        )
+    command = [*compiler.split(), *CPP_FLAGS, *flags]
+    return ctypes.CDLL(str(build(source, command)))
 
 
 @cache
