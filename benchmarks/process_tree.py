@@ -8,6 +8,8 @@ from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
 EVERY_S = 0.1
+# To read how much memory a process has holds the process up.
+MEMORY_SHARE = 0.01
 
 
 @dataclass
@@ -21,7 +23,8 @@ class Usage:
 
 
 class Watch:
-    """Looks at the tree of `root` several times a second, in a thread, until left.
+    """Looks at the tree of `root` in a thread, until left: at its processor seconds whenever the
+    watched file has grown, and at its memory as often as takes MEMORY_SHARE of the time.
 
     Memory is the proportional set size (a page that n processes share counts 1/n for each), summed
     over the processes of one look.
@@ -44,19 +47,25 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
+        next_look = 0.0
         while not self._end.wait(EVERY_S):
-            self._look()
+            new = count_lines(self._lines_of) - len(self.usage.marks)
+            start = time.monotonic()
+            if new or start >= next_look:
+                members = self._look()
+                self.usage.marks += [(start, self.usage.cpu_seconds)] * new
+            if start >= next_look:
+                start = time.monotonic()
+                memory = sum(map(proportional_bytes, members))
+                self.usage.peak_bytes = max(self.usage.peak_bytes, memory)
+                now = time.monotonic()
+                next_look = now + (now - start) / MEMORY_SHARE
 
-    def _look(self) -> None:
-        memory = 0
-        for pid, start, seconds in tree(self._root):
-            self._seconds[pid, start] = seconds
-            memory += proportional_bytes(pid)
-        usage = self.usage
-        usage.peak_bytes = max(usage.peak_bytes, memory)
-        usage.cpu_seconds = sum(self._seconds.values())
-        new = count_lines(self._lines_of) - len(usage.marks)
-        usage.marks += [(time.monotonic(), usage.cpu_seconds)] * new
+    def _look(self) -> list[int]:
+        found = tree(self._root)
+        self._seconds |= {(pid, start): seconds for pid, start, seconds in found}
+        self.usage.cpu_seconds = sum(self._seconds.values())
+        return [pid for pid, *_ in found]
 
 
 def tree(root: int) -> list[tuple[int, int, float]]:

@@ -93,6 +93,13 @@ Vector exponential(Vector x) {
   return bits_as<Vector>(power | (not_a_number & bits_as<int32_t>(NAN)));
 }
 
+// The processor's own prefetching does not know where the next key or value lies.
+template <class Element>
+void prefetch(const Element* address, int64_t count) {
+  constexpr int64_t kLine = 64 / sizeof(Element);
+  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address + i);
+}
+
 struct Shape {
   int64_t heads, kv_heads, channels, value_channels;
   float scale;
@@ -108,6 +115,8 @@ void score(const float* query, const Element* keys, int64_t stride, const int32_
     const int here = static_cast<int>(std::min<int64_t>(kLanes, count - first));
     for (int i = 0; i < here; ++i) {
       const Element* key = keys + slots[first + i] * stride;
+      if (first + i + kLanes < count)
+        prefetch(keys + slots[first + i + kLanes] * stride, shape.channels);
       for (int64_t c = 0; c < whole; c += kLanes) parts[i] += load(query + c) * load(key + c);
       for (int64_t c = whole; c < shape.channels; ++c)
         parts[i][c - whole] += query[c] * load_one(key + c);
@@ -143,6 +152,7 @@ void add_up(const float* weights, const Element* values, int64_t stride, const i
   Vector sum[kBlocks] = {};
   for (int64_t i = 0; i < count; ++i) {
     const Element* value = values + slots[i] * stride;
+    if (i + kLanes < count) prefetch(values + slots[i + kLanes] * stride, kBlocks * kLanes);
     for (int b = 0; b < kBlocks; ++b) sum[b] += weights[i] * load(value + b * kLanes);
   }
   for (int b = 0; b < kBlocks; ++b) store(out + b * kLanes, sum[b] / total);

@@ -268,6 +268,18 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
     assert [step for step, _ in list_samples(tmp_path, "eval")] == [0, 2]
 
 
+def test_a_clock_that_was_set_back_puts_no_old_curve_over_the_new_one(tmp_path):
+    write_five_steps(tmp_path)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    parts = events.name.split(".")
+    parts[3] = str(int(parts[3]) + 3600)
+    events.rename(events.with_name(".".join(parts)))
+    for first in (2, 1):
+        with open_log(tmp_path, first_step=first) as log:
+            log.step(first + 1, {"critic/rewards/mean": 0.875})
+    assert scalars(tmp_path, "critic/rewards/mean") == [(1, 0.125), (2, 0.875)]
+
+
 def test_a_fresh_run_in_an_old_directory_starts_from_nothing(tmp_path):
     write_five_steps(tmp_path)
     with open_log(tmp_path) as log:

@@ -24,6 +24,7 @@ from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.rollout import Server, close_servers, launch_servers, wait_healthy
 from megatron_opo.rollout.server import (
     command_line,
+    cores_of_ranks,
     server_environment,
     server_options,
     unneeded_models,
@@ -87,6 +88,28 @@ def test_sampling_is_reproducible_where_that_is_free(model):
         # The plugin is for CPUs; on GPUs SGLang has operations of its own.
         asked = sglang_plugin.VARIABLE in server_environment(config, model, device)
         assert asked is (expected and device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("cores", "limit", "servers", "tensor_parallel", "expected"),
+    [
+        (2, None, 1, 1, [("0,1", 2)]),
+        (8, None, 2, 1, [("0,1,2,3", 4), ("4,5,6,7", 4)]),
+        (8, "2", 2, 2, [("0,1|2,3", 2), ("4,5|6,7", 2)]),
+        (8, "16", 1, 4, [("0,1|2,3|4,5|6,7", 2)]),
+        (2, "1", 1, 1, [("0", 1)]),
+        (2, "many", 3, 1, [("0", 1), ("1", 1), ("0", 1)]),
+    ],
+)
+def test_servers_on_cpus_share_the_cores(
+    monkeypatch, cores, limit, servers, tensor_parallel, expected
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    config = RolloutConfig(servers=servers, tensor_parallel=tensor_parallel)
+    assert [cores_of_ranks(config, i) for i in range(servers)] == expected
 
 
 def test_an_environment_without_the_plugin_is_named(model, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Everything a run writes about itself, to its directory and to the terminal."""
 
 import json
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -94,9 +95,11 @@ class RunLog:
         kept = _drop_steps_that_run_again(self.run_path, first_step)
         self.elapsed_before = max((r.get("elapsed_s") or 0.0 for r in kept), default=0.0)
         self.started = self.spans.clock()
-        with writing(self.run_path / "tensorboard"):
+        events = self.run_path / "tensorboard"
+        with writing(events):
+            _date_back(events)
             self.tensorboard: SummaryWriter | None = SummaryWriter(
-                str(self.run_path / "tensorboard"), purge_step=first_step + 1 if first_step else 0
+                str(events), purge_step=first_step + 1 if first_step else 0
             )
         self.wandb, self.wandb_id = None, wandb_id
         if wandb_project is not None:
@@ -257,6 +260,17 @@ class RunLog:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         lines = text.splitlines() or [""]
         append_text(self.log_path, "".join(f"{stamp}  {line}\n" for line in lines))
+
+
+def _date_back(events: Path) -> None:
+    """See to it that TensorBoard reads these files before one that is made now: it reads them in
+    the order of their names, which begin with a second of a clock that may have been set back."""
+    files = sorted(events.glob("events.out.tfevents.*"))
+    now = int(time.time())
+    if files and int(files[-1].name.split(".")[3]) >= now:
+        for i, file in enumerate(files, now - len(files)):
+            parts = file.name.split(".")
+            file.rename(events / ".".join([*parts[:3], f"{i:010d}", *parts[4:]]))
 
 
 def _drop_steps_that_run_again(run_path: Path, first_step: int) -> list[dict[str, Any]]:

@@ -203,13 +203,15 @@ def server_environment(
         if name not in TRAINER_ENVIRONMENT and not name.startswith(TRAINER_PREFIXES)
     }
     if device == "cpu":
-        cores = sorted(os.sched_getaffinity(0))
-        first = index * rollout.tensor_parallel
-        ranks = range(first, first + rollout.tensor_parallel)
+        binding, threads = cores_of_ranks(rollout, index)
         environment |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[r % len(cores)]) for r in ranks),
-            "OMP_NUM_THREADS": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": binding,
+            "OMP_NUM_THREADS": str(threads),
+            # Memory that weights came in is kept for the next ones: to get it from the system anew,
+            # page by page, takes as long as to receive them.
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(2**32),
             # A CUDA build of torch brings NCCL along, which SGLang would use without any GPU.
             "SGLANG_NCCL_SO_PATH": "none: the servers run on a CPU",
             "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unneeded_models(model.path)),
@@ -218,6 +220,22 @@ def server_environment(
         if rollout.is_deterministic(device):
             environment[sglang_plugin.VARIABLE] = "1"
     return environment | rollout.server_env
+
+
+def cores_of_ranks(rollout: RolloutConfig, index: int) -> tuple[str, int]:
+    """The cores of each rank of a server as SGLang wants them named, and the number of threads of
+    each: the trainer is idle while servers generate, so they share all cores among them. A trainer
+    that is limited by OMP_NUM_THREADS limits them, too."""
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = rollout.tensor_parallel
+    threads = max(1, len(cores) // (rollout.servers * ranks))
+    with suppress(KeyError, ValueError):
+        threads = min(threads, max(1, int(os.environ["OMP_NUM_THREADS"])))
+    blocks = [
+        ",".join(str(cores[(rank * threads + i) % len(cores)]) for i in range(threads))
+        for rank in range(index * ranks, (index + 1) * ranks)
+    ]
+    return "|".join(blocks), threads
 
 
 def unneeded_models(model_path: str) -> list[str]:

@@ -271,6 +271,7 @@ class WeightSync:
         self._spans = spans
         self._group: WeightGroup | None = None
         self._members: list[Server] = []
+        self._buffers: list[torch.Tensor] = []
         self._released: dict[Server, list[str]] = {}
         self._frozen: set[Server] = set()
 
@@ -389,10 +390,14 @@ class WeightSync:
         name = group.name
         try:
             await self._begin(session, servers)
-            capacity = self._config.bucket_mb * 2**20
-            buffers = [
-                torch.empty(capacity, dtype=torch.uint8, device=placement.device) for _ in range(2)
+            buffers = self._buffers or [
+                torch.empty(
+                    self._config.bucket_mb * 2**20, dtype=torch.uint8, device=placement.device
+                )
+                for _ in range(2)
             ]
+            if placement.device == "cpu":  # whose memory is slow to get, and not needed elsewhere
+                self._buffers = buffers
             parts = messages(weights, buffers, alignment=1, larger_alone=True)
             await each_ahead(
                 parts,
@@ -464,7 +469,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Forget the process group and remove the weights that were written for the servers."""
-        self._group = None
+        self._group, self._buffers = None, []
         shutil.rmtree(self._disk, ignore_errors=True)
         if self._shared is not None:
             self._shared.close()
