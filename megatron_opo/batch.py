@@ -6,6 +6,7 @@ V vocabulary.
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ class Sample:
     Example: Sample(group_id="e0-17", index=2, response_ids=(7, 1), logprobs=(-0.1, -0.7),
     versions=(4, 4), finish_reason="stop", text="4", server="http://127.0.0.1:30000").
     `reward` is None until scored and stays None when the sample could not be scored;
-    `reward_error` then says why.
+    `reward_error` then says why. `loss_mask` is None where the policy sampled the whole response;
+    otherwise it says of which tokens it did (in a response of several turns what others said
+    stands between them; their logprobs are 0).
     """
 
     group_id: str
@@ -52,10 +55,19 @@ class Sample:
     reward: float | None = None
     reward_info: dict[str, Any] = field(default_factory=dict)
     reward_error: str | None = None
+    loss_mask: tuple[bool, ...] | None = None
 
     @property
     def length(self) -> int:
-        return len(self.response_ids)
+        """Tokens that the policy sampled: the length of which OPO's baseline speaks."""
+        return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def turns(self) -> int:
+        """How often the policy spoke."""
+        if self.loss_mask is None:
+            return 1
+        return sum(own and not before for before, own in pairwise((False, *self.loss_mask)))
 
 
 @dataclass(frozen=True)
@@ -158,9 +170,10 @@ def pack(groups: list[Group]) -> PackedBatch:
             if sample.reward is not None:
                 prompt_length = len(group.prompt.token_ids)
                 tokens += group.prompt.token_ids + sample.response_ids
-                mask += [False] * prompt_length + [True] * sample.length
+                length = len(sample.response_ids)
+                mask += [False] * prompt_length + list(sample.loss_mask or [True] * length)
                 logprobs += [0.0] * prompt_length + list(sample.logprobs)
-                cu_seqlens.append(cu_seqlens[-1] + prompt_length + sample.length)
+                cu_seqlens.append(cu_seqlens[-1] + prompt_length + length)
                 rewards.append(sample.reward)
                 sample_ids.append(position)
             position += 1

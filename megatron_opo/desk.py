@@ -36,6 +36,7 @@ from megatron_opo.rollout import (
     SyncStats,
     wait_healthy,
 )
+from megatron_opo.rollout.episode import Play, load_play
 from megatron_opo.runs import (
     ATTEMPT_VARIABLE,
     BestEval,
@@ -69,6 +70,7 @@ class Desk:
     rollout: Rollout
     stop: StopRequest
     resources: ExitStack
+    play: Play | None = None
     best_eval: BestEval | None = None
     drawn: Drawn = field(default_factory=lambda: Drawn([], [], 0))
     drawn_from: dict[str, Any] = field(default_factory=dict)
@@ -211,6 +213,7 @@ class Desk:
             max_response_tokens=self.recipe.rollout.max_response_tokens,
             stop_token_ids=self.recipe.rollout.stop_token_ids,
             on_group=on_group,
+            play=self.play,
             **settings,
         )
         self.samplings.append(self.rollout.stats)
@@ -314,7 +317,11 @@ def open_desk(
     with ExitStack() as resources:
         rewards = RewardPool(recipe.reward)
         resources.callback(rewards.close)
-        train_prompts, eval_prompts = load_data(recipe, hf_config)
+        tokenizer = load_tokenizer(recipe.model.path)
+        train_prompts, eval_prompts = load_data(recipe, hf_config, tokenizer)
+        play = None
+        if recipe.rollout.function is not None:
+            play = load_play(recipe.rollout.function, recipe.rollout.function_timeout_s, tokenizer)
         cursor = PromptCursor(train_prompts, shuffle=recipe.data.shuffle, seed=recipe.seed)
         if checkpoint is not None:
             cursor.restore(checkpoint.cursor)
@@ -367,6 +374,7 @@ def open_desk(
             rollout,
             resources.enter_context(StopRequest()),
             resources.pop_all(),
+            play,
             checkpoint.best_eval if checkpoint else None,
         )
 
@@ -376,9 +384,10 @@ def phase(desk: Desk | None, driver: Driver, name: str):
     return desk.log.phase(name) if desk else driver.spans.of(name)
 
 
-def load_data(recipe: Recipe, hf_config: dict) -> tuple[PromptSet, PromptSet | None]:
+def load_data(
+    recipe: Recipe, hf_config: dict, tokenizer: Any
+) -> tuple[PromptSet, PromptSet | None]:
     """The prompts to train on and to evaluate."""
-    tokenizer = load_tokenizer(recipe.model.path)
     check_tokenizer(tokenizer, hf_config["vocab_size"])
     train_prompts = load_prompts(recipe.data.train, recipe.data, tokenizer, "train")
     if recipe.data.eval is None:

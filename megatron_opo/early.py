@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import Server, close_servers, launch_servers
+from megatron_opo.rollout.episode import find_function
 from megatron_opo.rows import check_files
 from megatron_opo.runs import ATTEMPT_VARIABLE, only_run
 
@@ -19,12 +20,15 @@ def started_servers(recipe: Recipe, device: str) -> Iterator[list[Server]]:
 
     Raises:
         DataError: a file of the data is not there.
+        RecipeError: nor is that of rollout.function.
         CheckpointError: another run holds the directory.
         ServerError: as of `launch_servers`.
     """
     for split, dataset in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         if dataset is not None:
             check_files(dataset, split)
+    if recipe.rollout.function is not None:
+        find_function(recipe.rollout.function)
     # In a job of several nodes a launcher holds it.
     held = nullcontext() if ATTEMPT_VARIABLE in os.environ else only_run(recipe.run_path)
     with held:

@@ -155,6 +155,14 @@ class RolloutConfig(Section):
     top_k: int = -1
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    function: str | None = Field(
+        default=None,
+        description="path/to/file.py:function, for responses of several turns; null: the policy "
+        "speaks once",
+    )
+    function_timeout_s: PositiveFloat = Field(
+        default=1800.0, description="limit for one response of rollout.function"
+    )
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     extra_prompts: NonNegativeInt = Field(
         default=0,

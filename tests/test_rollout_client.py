@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import re
 import threading
 import urllib.error
 from collections import Counter
+from itertools import groupby
+from operator import itemgetter
 
 import psutil
 import pytest
@@ -19,10 +22,12 @@ from servers import (
     prompts,
     reference_logprobs,
 )
+from transformers import AutoTokenizer
 
 from megatron_opo.batch import Prompt
 from megatron_opo.errors import DataError, OnPolicyError, ServerError
 from megatron_opo.rollout import ServersLostError
+from megatron_opo.rollout.episode import Play
 
 pytestmark = pytest.mark.usefixtures("both_launched")
 
@@ -71,6 +76,78 @@ def test_logprobs_are_those_of_transformers(current, qwen_pool, temperature):
                 torch.tensor(one.logprobs, dtype=torch.float64), expected, atol=1e-4, rtol=0
             )
     assert len({s.server for group in groups for s in group.samples}) == 2
+
+
+async def converse(episode):
+    """Up to five tokens, an answer, a turn that a frequent character ends, another answer, the
+    rest; what differs from sample to sample is how long the turns are."""
+    episode.add("Q:")
+    first = await episode.generate(max_tokens=5)
+    episode.add(f"[{len(first.text)}]")
+    second = await episode.generate(stop=["x", "7"], max_tokens=20)
+    episode.add("<user>ok" if second.stop is None else f"<user>{second.stop}")
+    await episode.generate()
+
+
+def test_a_conversation_is_of_the_policys_own_tokens_and_of_what_is_added(current, qwen_pool):
+    rollout, weights, version = current
+    tokenizer = AutoTokenizer.from_pretrained(qwen_pool.model.path)
+    play = Play(converse, __file__, 60.0, tokenizer)
+    asked, settings = prompts(6), {"max_response_tokens": 60, "play": play}
+    groups = sample(rollout, asked, version, 0.7, **settings)
+    assert [[s.index for s in group.samples] for group in groups] == [list(range(G))] * 6
+    model = qwen_pool.reference(weights)
+    for group in groups:
+        for one in group.samples:
+            ids, mask = one.response_ids, one.loss_mask
+            assert len(ids) == len(mask) == len(one.logprobs) == len(one.versions) <= 60
+            assert set(one.versions) == {version} and one.length == sum(mask) and one.turns == 3
+            expected = reference_logprobs(model, group.prompt.token_ids, ids, 0.7)
+            own = torch.tensor(mask)
+            found = torch.tensor(one.logprobs, dtype=torch.float64)
+            torch.testing.assert_close(found[own], expected[own], atol=1e-4, rtol=0)
+            assert not found[~own].any()
+            added = [
+                tokenizer.decode([token for token, _ in run])
+                for is_own, run in groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+                if not is_own
+            ]
+            assert added[0] == "Q:" and re.fullmatch(r"\[\d\]", added[1])
+            assert re.fullmatch("<user>(ok|x|7)", added[2])
+            assert tokenizer.decode(ids, skip_special_tokens=True) == one.text.replace("<user>", "")
+            is_cut = len(ids) == 60 and ids[-1] != tokenizer.eos_token_id
+            assert one.finish_reason == ("length" if is_cut else "stop")
+    ends = {s.finish_reason for group in groups for s in group.samples}
+    stops = {s.text.partition("<user>")[2][:1] for group in groups for s in group.samples}
+    assert len(ends) == 2 and {"o"} < stops  # all of it was there
+    again = sample(rollout, asked, version, 0.7, **settings)
+    assert [[s.response_ids for s in g.samples] for g in again] == [
+        [s.response_ids for s in g.samples] for g in groups
+    ]
+
+
+def test_a_conversation_stays_with_the_server_that_has_it_in_its_cache(qwen_pool):
+    async def talk(episode):
+        while True:
+            await episode.generate(max_tokens=2)
+
+    play = Play(talk, __file__, 60.0, AutoTokenizer.from_pretrained(qwen_pool.model.path))
+    with (
+        FaultyProxy(qwen_pool.servers[0].url) as first,
+        FaultyProxy(qwen_pool.servers[1].url) as second,
+    ):
+        rollout = qwen_pool.rollout([first.server, second.server])
+        version = qwen_pool.next_version()
+        rollout.sync(iter(qwen_pool.weights().items()), version)
+        sample(rollout, prompts(6), version, play=play)
+        texts = [
+            {tuple(body["input_ids"][0]) for path, body in proxy.seen if path == "/generate"}
+            for proxy in (first, second)
+        ]
+    for here, there in (texts, texts[::-1]):
+        assert here  # both were asked
+        later = [text for text in here if text[:-2] in here | there]
+        assert later and all(text[:-2] in here for text in later)
 
 
 def test_samples_follow_the_distribution(current, qwen_pool):

@@ -28,7 +28,8 @@ def rollout_metrics(
         response_length/{mean,max,min,clip_ratio} (clip_ratio: share cut at the limit),
         prompt_length/{mean,max,min} (one value a prompt), advantages/baseline_{mean,std} (over
         groups), rollout/groups_all_equal (share of groups that give no signal), and the counts
-        rollout/{samples,tokens,unscorable,truncated}.
+        rollout/{samples,tokens,unscorable,truncated}; with responses of several turns
+        rollout/turns/{mean,max,min}, how often the policy spoke.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = torch.tensor([sample.length for sample in samples], dtype=torch.float64)
@@ -51,6 +52,9 @@ def rollout_metrics(
         "rollout/unscorable": float(sum(sample.reward is None for sample in samples)),
         "rollout/truncated": float(truncated),
     }
+    if any(sample.loss_mask is not None for sample in samples):
+        turns = torch.tensor([sample.turns for sample in samples], dtype=torch.float64)
+        metrics |= _spread("rollout/turns", turns)
     if trained.numel():
         metrics |= _spread("critic/advantages", trained)
     if group_baselines.numel():

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megatron_opo.batch import Group, Prompt, Sample
@@ -29,6 +28,7 @@ from megatron_opo.procedural import child_environment
 from megatron_opo.recipe import RewardConfig
 from megatron_opo.rewards.verifiers import BUILTIN
 from megatron_opo.rewards.worker import REPLY_BYTES
+from megatron_opo.user_code import LoadError, resolve
 
 START_TIMEOUT_S = 300.0
 # A worker that somebody else has killed must not cost a sample; one that its function kills does.
@@ -46,8 +46,7 @@ def resolve_function(function: str) -> str:
     Raises:
         RewardError: no such built-in or file.
     """
-    path, colon, name = function.rpartition(":")
-    if not colon:
+    if ":" not in function:
         if function in BUILTIN:
             return function
         near = difflib.get_close_matches(function, BUILTIN, n=1)
@@ -56,11 +55,10 @@ def resolve_function(function: str) -> str:
             f"reward.function: no verifier is called `{function}`; {hint}allowed: "
             f"{', '.join(BUILTIN)}, or path/to/file.py:function"
         )
-    if not Path(path).is_file():
-        raise RewardError(f"reward.function: {path} is not a file (in {function!r})")
-    if Path(path).suffix != ".py" or not name.isidentifier():
-        raise RewardError(f"reward.function is {function!r}, must be path/to/file.py:function")
-    return f"{Path(path).resolve()}:{name}"
+    try:
+        return resolve(function)
+    except LoadError as error:
+        raise RewardError(f"reward.function: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -236,7 +234,12 @@ class RewardPool:
             future.result()
 
     def score_one(self, prompt: Prompt, sample: Sample) -> "Future[Sample]":
-        """Start to score one sample. The future gives it with its outcome set, or RewardError."""
+        """Start to score one sample. The future gives it with its outcome set, or RewardError. One
+        that has an outcome, as its rollout failed, keeps it."""
+        if sample.reward_error is not None:
+            future: Future[Sample] = Future()
+            future.set_result(sample)
+            return future
         request = {
             "data_source": prompt.data_source,
             "solution_str": sample.text,

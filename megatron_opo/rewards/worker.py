@@ -5,8 +5,6 @@ module imports nothing heavy: a worker that replaces a killed one must be there 
 """
 
 import asyncio
-import difflib
-import importlib.util
 import inspect
 import io
 import json
@@ -17,13 +15,11 @@ import resource
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-MESSAGE_CHARS = 500
+from megatron_opo.user_code import LoadError, describe, load
+
 REPLY_BYTES = 2**20
 EXAMPLE_CALL = {
     "data_source": "",
@@ -39,60 +35,15 @@ EXAMPLE_CALL = {
 }
 
 
-class LoadError(Exception):
-    """The function cannot be had; the text says which and why."""
-
-
-def describe(error: BaseException, path: str = "") -> str:
-    """Type and message, and the line of `path` that it came from."""
-    try:
-        message = str(error)
-    except Exception:  # it is the user's class
-        message = "(its message cannot be shown)"
-    text = type(error).__name__ + (f": {message}" if message else "")
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == path]
-    text = text if len(text) <= MESSAGE_CHARS else text[:MESSAGE_CHARS] + "..."
-    return text + (f" (line {lines[-1]} of {Path(path).name})" if lines else "")
-
-
-def _import_file(path: str) -> ModuleType:
-    # The directory goes last: a neighbour called random.py must not replace the library's.
-    sys.path.append(str(Path(path).parent))
-    name = f"opo_reward_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # it ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        raise LoadError(f"{path} cannot be imported: {describe(error, path)}") from None
-    return module
-
-
 def load_function(function: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
     """The verifier that `function` names, checked to take verl's arguments and `kwargs`.
 
     Raises:
         LoadError: it does not exist, cannot be imported or does not take the arguments.
     """
-    path, colon, name = function.rpartition(":")
+    _, colon, name = function.rpartition(":")
     if colon:
-        module = _import_file(path)
-        target = getattr(module, name, None)
-        if not callable(target):
-            own = [
-                n
-                for n, value in vars(module).items()
-                if inspect.isfunction(value) and value.__module__ == module.__name__
-            ]
-            near = difflib.get_close_matches(name, own, n=1)
-            hint = f" (did you mean `{near[0]}`?)" if near else ""
-            raise LoadError(
-                f"{path} has no function `{name}`{hint}; functions in it: "
-                f"{', '.join(own) or 'none'}"
-            )
+        target = load(function)
     else:
         from megatron_opo.rewards.verifiers import BUILTIN
 

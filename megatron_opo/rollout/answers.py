@@ -43,6 +43,7 @@ def sampling_request(
     top_p: float,
     max_response_tokens: int,
     stop_token_ids: tuple[int, ...],
+    stop: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """The body of /generate. All that shapes the distribution is said, none left to a default."""
     common = {
@@ -57,6 +58,9 @@ def sampling_request(
         "max_new_tokens": max_response_tokens,
         "stop_token_ids": list(stop_token_ids),
     }
+    if stop:
+        # The text that comes back is what the tokens say.
+        common |= {"stop": list(stop), "no_stop_trim": True}
     ids: list[Any] = list(prompt.token_ids)
     if seeds is None:
         return {"input_ids": ids, "sampling_params": common | {"n": count}, "return_logprob": True}

@@ -7,18 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_opo.batch import Group, Prompt, Sample
+from megatron_opo.batch import Group, Prompt
 from megatron_opo.errors import OnPolicyError, ServerError
 from megatron_opo.recipe import ModelConfig, RolloutConfig, SyncConfig
-from megatron_opo.rollout.answers import (
-    check_ids,
-    count,
-    prefill_request,
-    read_prefill_logprobs,
-    read_samples,
-    sampling_request,
-)
+from megatron_opo.rollout.answers import check_ids, read_prefill_logprobs
 from megatron_opo.rollout.buckets import Weights
+from megatron_opo.rollout.episode import Play
 from megatron_opo.rollout.health import (
     OnWait,
     find_answering,
@@ -28,14 +22,11 @@ from megatron_opo.rollout.health import (
 from megatron_opo.rollout.keeper import Keeper, ServersLostError, print_warning
 from megatron_opo.rollout.process import Server, close_servers
 from megatron_opo.rollout.requests import Requests, RolloutStats, for_each
-from megatron_opo.rollout.seeds import sample_seed
+from megatron_opo.rollout.sampling import Sampling
 from megatron_opo.rollout.shared_memory import SharedBucket
 from megatron_opo.rollout.sync import SyncStats, WeightSync
 from megatron_opo.rollout.wire import all_of, call, open_session
 from megatron_opo.spans import Spans
-
-# A shorter prompt is computed faster than it is asked for.
-SHARED_PROMPT_TOKENS = 32
 
 OnGroup = Callable[[Group], None]
 
@@ -118,6 +109,7 @@ class Rollout:
         enough: int | None = None,
         required: Collection[Prompt] = (),
         require_version: bool = True,
+        play: Play | None = None,
     ) -> list[Group]:
         """Sample every prompt; groups in the order of `prompts`, each with all of its samples.
 
@@ -130,6 +122,7 @@ class Rollout:
             on_group: called with each group as it arrives.
             enough: give up the others when so many groups are there, those of `required` among
                 them.
+            play: how a response of several turns comes about; None: the policy speaks once.
 
         Raises:
             ServersLostError: no server serves any more.
@@ -142,43 +135,24 @@ class Rollout:
             check_ids(prompt.token_ids, self._vocab_size, f"prompt {prompt.id}")
         self.stats = RolloutStats()
         start = time.monotonic()
-        wanted = version if require_version else None
-
-        def read(answer: Any, prompt: Prompt, server: Server) -> tuple[Sample, ...]:
-            samples = read_samples(
-                answer,
-                prompt,
-                count=samples_per_prompt,
-                vocab_size=self._vocab_size,
-                server=server.url,
-                version=wanted,
-            )
-            self.stats.cached_tokens += count(answer, "cached_tokens")
-            return samples
-
-        def body(prompt: Prompt) -> dict[str, Any]:
-            return sampling_request(
-                prompt,
-                count=samples_per_prompt,
-                seeds=self._seeds(purpose, version, prompt, samples_per_prompt),
-                temperature=temperature,
-                top_p=top_p,
-                max_response_tokens=max_response_tokens,
-                stop_token_ids=tuple(stop_token_ids),
-            )
+        sampling = Sampling(
+            servers=self.servers,
+            samples_per_prompt=samples_per_prompt,
+            version=version,
+            wanted=version if require_version else None,
+            temperature=temperature,
+            top_p=top_p,
+            max_response_tokens=max_response_tokens,
+            stop_token_ids=tuple(stop_token_ids),
+            purpose=purpose,
+            vocab_size=self._vocab_size,
+            seed=self._seed,
+            play=play,
+            shares_prompts=self._caches_prompts,
+        )
 
         async def sample(requests: Requests, prompt: Prompt) -> Group:
-            group = Group(
-                prompt,
-                await requests.ask(
-                    self.servers,
-                    body(prompt),
-                    lambda answer, server: read(answer, prompt, server),
-                    samples_per_prompt,
-                    f"prompt {prompt.id}",
-                    self._before(prompt, samples_per_prompt),
-                ),
-            )
+            group = Group(prompt, await sampling.respond(requests, prompt))
             self._count(group, time.monotonic() - start)
             if on_group is not None:
                 on_group(group)
@@ -201,7 +175,7 @@ class Rollout:
             )
         )
         self.stats.seconds = time.monotonic() - start
-        if any(self._before(prompt, samples_per_prompt) for prompt in prompts):
+        if any(map(sampling.computes_first, prompts)):
             # Some of SGLang's deterministic attention backends switch the cache off.
             self._caches_prompts = self.stats.cached_tokens > 0
         chosen = sorted(came, key=lambda place: place not in first)[:enough]
@@ -372,19 +346,6 @@ class Rollout:
                 "synced, or their memory was released since, or the last sync did not complete. "
                 "Nothing is sampled until a sync succeeds"
             )
-
-    def _seeds(self, purpose: str, version: int, prompt: Prompt, count: int) -> list[int] | None:
-        if self._seed is None:
-            return None
-        return [sample_seed(self._seed, purpose, version, prompt.id, i) for i in range(count)]
-
-    def _before(self, prompt: Prompt, samples: int) -> dict[str, Any] | None:
-        """The request that has a prompt computed, so that its samples find it in the cache. With
-        `n`, where the server draws as it likes, it does so by itself."""
-        if self._seed is None or samples == 1 or not self._caches_prompts:
-            return None
-        is_short = len(prompt.token_ids) < SHARED_PROMPT_TOKENS
-        return None if is_short else prefill_request(prompt)
 
     def _count(self, group: Group, seconds: float) -> None:
         stats, samples = self.stats, group.samples

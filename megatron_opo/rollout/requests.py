@@ -72,7 +72,7 @@ class Requests:
         self._session = session
         self._health = health
         self._config = config
-        self._stats = stats
+        self.stats = stats
         self._in_flight: Counter[Server] = Counter()
 
     async def ask(
@@ -83,6 +83,7 @@ class Requests:
         weight: int,
         what: str,
         before: dict[str, Any] | None = None,
+        last: str = "",
     ) -> Any:
         """POST /generate until an attempt gives a usable answer, on another server if there is one.
 
@@ -92,6 +93,7 @@ class Requests:
             servers: which may be asked; none is that does not serve.
             weight: samples it asks for, to balance the servers by.
             before: a body to be answered before by the same server; what it says does not matter.
+            last: URL of a server that has the beginning of what it is asked in its cache.
 
         Raises:
             ServersLostError: none of the servers serves.
@@ -102,9 +104,9 @@ class Requests:
         failures: list[str] = []
         avoid: set[Server] = set()
         while len(failures) < attempts:
-            server = self._choose(servers, avoid)
+            server = self._choose(servers, avoid, last)
             self._in_flight[server] += weight
-            self._stats.requests += 1
+            self.stats.requests += 1
             try:
                 with server.spans.on(server.name, what, samples=weight) as about:
                     if before is not None:
@@ -115,11 +117,11 @@ class Requests:
                 health.note_answer(server, None)
                 return result
             except ServerLostError:
-                self._stats.retries += 1
+                self.stats.retries += 1
                 continue
             except OnPolicyError as error:
                 health.lose(server, str(error), end=False)
-                self._stats.retries += 1
+                self.stats.retries += 1
                 continue
             except (NoAnswerError, BadAnswerError) as error:
                 problem = error
@@ -130,22 +132,25 @@ class Requests:
                 failures.append(f"{server.name} ({server.url}): {problem}")
                 avoid.add(server)
             if len(failures) < attempts:
-                self._stats.retries += 1
+                self.stats.retries += 1
                 await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** len(failures)))
         raise ServerError(
             f"{what} got no usable answer in {attempts} attempts (rollout.retries "
             f"{self._config.retries}):\n" + "\n".join(failures)
         )
 
-    def _choose(self, servers: Sequence[Server], avoid: set[Server]) -> Server:
-        """The least busy serving server, one that has not failed this request if possible.
+    def _choose(self, servers: Sequence[Server], avoid: set[Server], last: str) -> Server:
+        """The last one or the least busy serving server, one that has not failed this request if
+        possible.
 
         Raises:
             ServersLostError: none of them serves.
         """
         serving = self._health.serving(servers)
         fresh = [server for server in serving if server not in avoid]
-        return min(fresh or serving, key=lambda server: self._in_flight[server])
+        return min(
+            fresh or serving, key=lambda server: (server.url != last, self._in_flight[server])
+        )
 
     async def _post(self, server: Server, body: dict[str, Any]) -> Any:
         timeout_s = self._config.request_timeout_s

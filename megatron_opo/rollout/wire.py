@@ -71,11 +71,13 @@ async def call_all(
     )
 
 
-async def all_of(work: Iterable[Awaitable[Any]]) -> None:
+async def all_of(work: Iterable[Awaitable[Any]]) -> list[Any]:
     """Wait for all, then raise the first error if there was one."""
-    for result in await asyncio.gather(*work, return_exceptions=True):
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
         if isinstance(result, BaseException):
             raise result
+    return results
 
 
 def no_answer(server: Server, path: str, error: Exception, timeout_s: float) -> str:
