@@ -201,6 +201,14 @@ def resume_from_the_one_before(project: Path) -> None:
     assert "checkpoint of step 6: " in again.stdout
 
 
+TALK = """
+async def talk(episode):
+    await episode.generate(max_tokens=2)
+    episode.add("?")
+    await episode.generate()
+"""
+
+
 def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     project = make_project(tmp_path)
     # Of other weights than those that the servers read: they must have been sent these.
@@ -209,9 +217,11 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
     exports.mkdir(parents=True)
     for step in (1, 2):  # no directory can take the place of a link
         (exports / f"step_{step}").symlink_to(tmp_path / "nowhere")
+    (project / "talk.py").write_text(TALK)
     outcome = train(
         project,
         "actor.tensor_parallel=2",
+        "rollout.function=talk.py:talk",
         "model.megatron_checkpoint=start",
         "algorithm.estimator=otb",
         "algorithm.loss_aggregation=seq-mean-token-mean",
@@ -236,6 +246,7 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
         assert record["rollout/groups_all_equal"] == 0
         assert record["rollout/samples"] == 32
         assert record["actor/grad_norm"] > 0
+        assert record["rollout/turns/min"] == record["rollout/turns/max"] == 2
     assert outcome.stdout.count("the weights of least variance are 1 / length") == 1
     # A fresh model seldom writes the letter: most groups of four have only rewards of 0.
     assert sum(record["rollout/groups_dropped"] for record in steps) > 0
