@@ -63,8 +63,13 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
+    """The model that is trained."""
+
     path: str = Field(description="Hugging Face model directory (config, weights, tokenizer)")
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16",
+        description="of weights and activations, in the trainer and in the servers",
+    )
     megatron_checkpoint: str | None = Field(
         default=None,
         description="start from the weights of this Megatron checkpoint (or run) instead of path's",
@@ -72,17 +77,31 @@ class ModelConfig(Section):
 
 
 class ProceduralConfig(Section):
+    """Questions that a task of reasoning-gym makes."""
+
     task: str = Field(description="reasoning-gym task name, e.g. chain_sum")
-    size: PositiveInt = 10_000
-    seed: Seed = 0
+    size: PositiveInt = Field(default=10_000, description="questions that are made")
+    seed: Seed = Field(
+        default=0, description="of the questions; train and eval need different ones"
+    )
     config: dict[str, Any] = Field(default={}, description="the task's own options")
 
 
 class DatasetConfig(Section):
+    """Where prompts and answers come from: exactly one of `files` and `procedural`."""
+
     files: tuple[str, ...] = Field(default=(), description="parquet or jsonl files")
-    procedural: ProceduralConfig | None = None
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
+    procedural: ProceduralConfig | None = Field(
+        default=None, description="questions made by reasoning-gym, instead of files"
+    )
+    prompt_key: str = Field(
+        default="prompt", description="column with the prompt: text, or a list of chat messages"
+    )
+    answer_key: str = Field(
+        default="answer",
+        description="column with the right answer; while this is the default, verl's "
+        "reward_model.ground_truth comes first",
+    )
     limit: PositiveInt | None = Field(default=None, description="use only the first rows")
 
     @model_validator(mode="after")
@@ -96,30 +115,53 @@ class DatasetConfig(Section):
 
 
 class DataConfig(Section):
-    train: DatasetConfig
-    eval: DatasetConfig | None = None
-    system_prompt: str | None = None
-    apply_chat_template: bool = True
-    max_prompt_tokens: PositiveInt = 1024
-    overlong_prompts: Literal["filter", "error"] = "filter"
+    """Prompts, and how they become text."""
+
+    train: DatasetConfig = Field(description="the prompts to train on")
+    eval: DatasetConfig | None = Field(
+        default=None, description="the prompts to evaluate on; null: no evaluation"
+    )
+    system_prompt: str | None = Field(
+        default=None, description="put before every prompt as a system message"
+    )
+    apply_chat_template: bool = Field(
+        default=True,
+        description="false: prompts are plain text, the contents of their messages with an empty "
+        "line between",
+    )
+    max_prompt_tokens: PositiveInt = Field(
+        default=1024, description="longest prompt, in tokens of the whole text after the template"
+    )
+    overlong_prompts: Literal["filter", "error"] = Field(
+        default="filter",
+        description="what becomes of prompts above max_prompt_tokens: left out, or the run ends",
+    )
     hold_out_eval: bool = Field(
         default=True, description="leave out training prompts that the evaluation asks too"
     )
-    shuffle: bool = True
+    shuffle: bool = Field(
+        default=True,
+        description="every epoch in an order of its own, made of `seed`; false: always in the "
+        "order of the files",
+    )
 
 
 class RewardConfig(Section):
+    """What scores a response, in worker processes."""
+
     function: str = Field(
         default="math",
         description="exact | numeric | math | reasoning_gym | path/to/file.py:function",
     )
     kwargs: dict[str, Any] = Field(default={}, description="extra keyword arguments to it")
-    workers: PositiveInt = 2
+    workers: PositiveInt = Field(default=2, description="processes that score samples")
     timeout_s: PositiveFloat = Field(default=10.0, description="limit for one sample")
     memory_gb: PositiveFloat = Field(default=4.0, description="limit for each worker")
 
 
 class DynamicSamplingConfig(Section):
+    """What becomes of groups without a signal."""
+
     enabled: bool = Field(
         default=False, description="replace groups whose rewards are all equal by other prompts'"
     )
@@ -145,16 +187,29 @@ OWN_SERVER_OPTIONS = {
 
 
 class RolloutConfig(Section):
-    prompts_per_step: PositiveInt = 64
+    """Sampling, and the servers that do it."""
+
+    prompts_per_step: PositiveInt = Field(
+        default=64, description="prompts whose groups of samples one update is made of"
+    )
     samples_per_prompt: Annotated[int, Field(ge=2)] = Field(
         default=8, description="group size; a baseline needs at least two samples"
     )
-    max_response_tokens: PositiveInt = 1024
-    temperature: PositiveFloat = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
+    max_response_tokens: PositiveInt = Field(
+        default=1024,
+        description="a response is cut here; algorithm.truncated says what it then counts for",
+    )
+    temperature: PositiveFloat = Field(
+        default=1.0, description="of sampling, and of the trainer's logprobs"
+    )
+    top_p: float = Field(
+        default=1.0, description="only 1: a truncated sampler is not the policy that is trained"
+    )
+    top_k: int = Field(default=-1, description="only -1, for the same reason")
+    min_p: float = Field(default=0.0, description="only 0, for the same reason")
+    stop_token_ids: tuple[int, ...] = Field(
+        default=(), description="tokens that end a response, beside the model's own"
+    )
     function: str | None = Field(
         default=None,
         description="path/to/file.py:function, for responses of several turns; null: the policy "
@@ -163,7 +218,10 @@ class RolloutConfig(Section):
     function_timeout_s: PositiveFloat = Field(
         default=1800.0, description="limit for one response of rollout.function"
     )
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    dynamic_sampling: DynamicSamplingConfig = Field(
+        default=DynamicSamplingConfig(),
+        description="replace groups that have no gradient by other prompts'",
+    )
     extra_prompts: NonNegativeInt = Field(
         default=0,
         description="sample so many more than a step trains, and give those up that are not there "
@@ -173,7 +231,7 @@ class RolloutConfig(Section):
     urls: tuple[str, ...] = Field(
         default=(), description="servers that already run; empty: launch `servers` of them"
     )
-    servers: PositiveInt = 1
+    servers: PositiveInt = Field(default=1, description="how many are launched")
     tensor_parallel: PositiveInt = Field(default=1, description="of each launched server")
     nodes: NonNegativeInt = Field(
         default=0,
@@ -200,12 +258,16 @@ class RolloutConfig(Section):
         "server does; null: on CPUs, as on GPUs it makes SGLang slower",
     )
     max_concurrent_requests: PositiveInt = Field(default=256, description="samples in flight")
-    request_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: PositiveFloat = Field(
+        default=600.0, description="for a server's answer to a prompt; then it is asked elsewhere"
+    )
     retries: NonNegativeInt = Field(
         default=3,
         description="of a prompt that gets no usable answer; a lost server does not count",
     )
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: PositiveFloat = Field(
+        default=300.0, description="for a server to answer after its start"
+    )
     health_every_s: PositiveFloat = Field(
         default=5.0, description="seconds between two looks at a server's health while it samples"
     )
@@ -281,6 +343,8 @@ class RolloutConfig(Section):
 
 
 class SyncConfig(Section):
+    """How new weights come to the servers after each step."""
+
     transport: Literal["auto", "distributed", "shared_memory", "disk"] = Field(
         default="auto",
         description="shared_memory: servers are on the trainers' nodes; auto: that where they "
@@ -295,6 +359,8 @@ class SyncConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    """From rewards to the loss, and what must hold for it."""
+
     estimator: Estimator = Field(default="opo", description="docs/estimators.md has them all")
     singleton: Literal["zero", "raw"] = Field(
         default="zero",
@@ -309,7 +375,11 @@ class AlgorithmConfig(Section):
     overlong_factor: PositiveFloat = Field(
         default=1.0, description="penalise: taken from the reward of a response cut at the limit"
     )
-    loss_aggregation: LossAggregation = "token-mean"
+    loss_aggregation: LossAggregation = Field(
+        default="token-mean",
+        description="how much each token counts: the mean over all tokens, or a mean over "
+        "responses of the sum, the mean, or the sum over max_response_tokens",
+    )
     max_logprob_gap: PositiveFloat = Field(
         default=0.5,
         description="stop when |logp_trainer - logp_server| of any token exceeds this (nats)",
@@ -340,11 +410,17 @@ class AlgorithmConfig(Section):
 
 
 class ActorConfig(Section):
-    tensor_parallel: PositiveInt = 1
+    """The trainer: its layout, and what it keeps in memory."""
+
+    tensor_parallel: PositiveInt = Field(
+        default=1, description="ranks that share every layer's matrices out among them"
+    )
     context_parallel: PositiveInt = Field(
         default=1, description="ranks that share the tokens of each sequence out among them"
     )
-    pipeline_parallel: PositiveInt = 1
+    pipeline_parallel: PositiveInt = Field(
+        default=1, description="stages of consecutive layers, each on ranks of its own"
+    )
     virtual_pipeline: PositiveInt = Field(
         default=1,
         description="chunks of layers on each pipeline stage; more leave it less idle",
@@ -359,7 +435,11 @@ class ActorConfig(Section):
     data_parallel: PositiveInt | None = Field(
         default=None, description="null: what the number of processes leaves over"
     )
-    sequence_parallel: bool = False
+    sequence_parallel: bool = Field(
+        default=False,
+        description="tensor-parallel ranks share the tokens out between their matrices, which "
+        "saves memory",
+    )
     micro_batch_tokens: PositiveInt = Field(
         default=16_384,
         description="tokens in one packed micro-batch, on each of its context_parallel ranks",
@@ -367,7 +447,11 @@ class ActorConfig(Section):
     logprob_chunk_tokens: PositiveInt = Field(
         default=1024, description="tokens whose logits exist at once"
     )
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "full"] = Field(
+        default="none",
+        description="full: the backward pass computes each layer again, instead of keeping what "
+        "is inside it",
+    )
     grad_bucket_mb: PositiveFloat | None = Field(
         default=None,
         description="gradients (float32) are summed over data-parallel ranks in buckets of this "
@@ -440,14 +524,30 @@ class ActorConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: NonNegativeFloat = 1e-6
-    min_lr: NonNegativeFloat = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    clip_grad: PositiveFloat = 1.0
+    """Adam, and its learning rate."""
+
+    lr: NonNegativeFloat = Field(
+        default=1e-6, description="learning rate of Adam after the warm-up"
+    )
+    min_lr: NonNegativeFloat = Field(
+        default=0.0, description="the rate at the last update, where `schedule` decays"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="of the rate between the warm-up and the last update"
+    )
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="updates over which the rate rises to lr, linearly"
+    )
+    betas: tuple[Decay, Decay] = Field(
+        default=(0.9, 0.95), description="Adam's, of the first and the second moment"
+    )
+    eps: PositiveFloat = Field(
+        default=1e-8, description="Adam's, added to the root of the second moment"
+    )
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled, as in AdamW")
+    clip_grad: PositiveFloat = Field(
+        default=1.0, description="a gradient of a larger norm is scaled down to this one"
+    )
     distributed: bool = Field(default=True, description="shard optimizer state over data ranks")
 
     @model_validator(mode="after")
@@ -458,7 +558,11 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: PositiveInt = 100
+    """The length of the run, and checks while it goes on."""
+
+    steps: PositiveInt = Field(
+        default=100, description="updates of the whole run, those before a resume included"
+    )
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
         description="when logprobs, loss or gradient are not finite; skip: go on with the next "
@@ -472,12 +576,18 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
+    """Evaluation on data.eval; without that there is none."""
+
     every: NonNegativeInt = Field(default=10, description="steps between evaluations; 0: never")
-    at_start: bool = True
-    at_end: bool = True
+    at_start: bool = Field(default=True, description="evaluate the start weights")
+    at_end: bool = Field(default=True, description="evaluate after the last step")
     samples_per_prompt: PositiveInt = Field(default=1, description="k of avg@k and pass@k")
-    temperature: NonNegativeFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: NonNegativeFloat = Field(
+        default=1.0, description="of the evaluation's samples; 0: greedy"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="of the evaluation's samples"
+    )
 
     @property
     def runs(self) -> bool:
@@ -485,6 +595,8 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """What is kept, to resume from and to use."""
+
     every: NonNegativeInt = Field(default=0, description="steps between checkpoints; 0: at end")
     keep: PositiveInt = Field(default=2, description="newest checkpoints that are kept")
     keep_every: NonNegativeInt = Field(
@@ -504,7 +616,11 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    wandb_project: str | None = None
+    """What is logged beside metrics.jsonl and TensorBoard."""
+
+    wandb_project: str | None = Field(
+        default=None, description="log to this project of Weights & Biases, too; null: do not"
+    )
     samples_per_step: NonNegativeInt = Field(
         default=16, description="responses of each step kept in samples/"
     )
@@ -558,9 +674,16 @@ class ProfileConfig(Section):
 class Recipe(Section):
     """A whole run. `megatron-opo train RECIPE --print` shows every field with its default."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    seed: Seed = 0
-    run_dir: str = "runs/{name}"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="of the run: letters, digits and . _ -"
+    )
+    seed: Seed = Field(
+        default=0,
+        description="of prompt order, random generators and, where rollout.deterministic, samples",
+    )
+    run_dir: str = Field(
+        default="runs/{name}", description="where the run writes; {name} is replaced"
+    )
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()

@@ -39,13 +39,13 @@ def field_paths(model: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
     paths = []
     for name, info in model.model_fields.items():
         paths.append(prefix + name)
-        section = _section_of(info.annotation)
+        section = section_of(info.annotation)
         if section is not None:
             paths += field_paths(section, f"{prefix}{name}.")
     return paths
 
 
-def _section_of(annotation) -> type[BaseModel] | None:
+def section_of(annotation) -> type[BaseModel] | None:
     candidates = [annotation, *getattr(annotation, "__args__", ())]
     for candidate in candidates:
         if isinstance(candidate, type) and issubclass(candidate, Section):
