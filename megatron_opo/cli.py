@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_opo import __version__
+from megatron_opo.completion import SHELLS, script
 from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.model_fit import check_model
 from megatron_opo.plan import command as plan_command
@@ -170,6 +171,16 @@ def _parser() -> argparse.ArgumentParser:
         "--only", default="", metavar="PATTERN", help="sources of such names: server_, 'node_1_*'"
     )
     logs.set_defaults(run=_logs)
+
+    completion = commands.add_parser(
+        "completion",
+        help="a script that completes this command in a shell",
+        description="Print a script; bash reads it from "
+        "~/.local/share/bash-completion/completions/megatron-opo, zsh from a file _megatron-opo in "
+        "a directory of its fpath.",
+    )
+    completion.add_argument("shell", choices=SHELLS)
+    completion.set_defaults(run=_completion)
     return parser
 
 
@@ -395,6 +406,11 @@ def _logs(options: argparse.Namespace) -> int:
         show_logs(Logs(options.directory, options.attempt, options.only), options.follow)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    print(script(_parser(), options.shell))
     return 0
 
 

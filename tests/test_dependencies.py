@@ -9,6 +9,7 @@ ALLOWED = {
     "batch": {"errors"},
     "errors": set(),
     "environment": {"errors"},
+    "completion": {"errors", "recipe_file"},
     "redaction": set(),
     "recipe": {"redaction"},
     "recipe_file": {"errors", "recipe", "redaction"},
