@@ -49,7 +49,8 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
             action.complete = shtab.DIRECTORY if is_run else shtab.FILE  # pyright: ignore
     of_fields, end = (BASH_FIELDS, BASH_END) if shell == "bash" else (ZSH_FIELDS, "")
     preamble = of_fields.format(name=FIELDS, fields=" ".join(_values()))
-    return shtab.complete(parser, shell, preamble={shell: preamble}) + end
+    text = shtab.complete(parser, shell, preamble={shell: preamble})  # pyright: ignore
+    return text + end
 
 
 def _values() -> list[str]:

@@ -45,7 +45,8 @@ def field_paths(model: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
     return paths
 
 
-def section_of(annotation) -> type[BaseModel] | None:
+def section_of(annotation) -> type[Section] | None:
+    """The section that a field of this type holds; None for a value."""
     candidates = [annotation, *getattr(annotation, "__args__", ())]
     for candidate in candidates:
         if isinstance(candidate, type) and issubclass(candidate, Section):
