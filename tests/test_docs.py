@@ -119,3 +119,13 @@ def test_links_out_of_docs_lead_into_the_site():
     assert back == "[v](../../../variance.md)"
     for kept in ("[a](variance.md#b)", "[a](https://x.org/../y)", "[a](../nowhere.md)", "[a](#b)"):
         assert on_site("estimators.md", kept) == kept
+
+
+def test_a_program_is_shown_as_it_is(tmp_path):
+    content = runpy.run_path(str(ROOT / "tools" / "mkdocs_hook.py"))["_content"]
+    program = tmp_path / "a.py"
+    for text in ("x = 1\n", '"""`one`, and:\n```\n````\n"""\n'):
+        program.write_text(text)
+        heading, _, opened, *lines, closed = content(program).rstrip("\n").split("\n")
+        assert heading == "# a.py" and opened == f"{closed}py" and set(closed) == {"`"}
+        assert "\n".join(lines) == text and len(closed) >= 3 and closed not in text

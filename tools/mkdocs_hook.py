@@ -73,6 +73,5 @@ def _content(target: Path) -> str:
     text = target.read_text()
     if target.suffix == ".md":
         return text
-    fence = "`" * (max(map(len, re.findall("`+", text)), default=2) + 1)
-    language = target.suffix.removeprefix(".")
-    return f"# {target.name}\n\n{max(fence, '```', key=len)}{language}\n{text}\n{fence}\n"
+    fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", text)), 0)
+    return f"# {target.name}\n\n{fence}{target.suffix.removeprefix('.')}\n{text}\n{fence}\n"
