@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_opo import __version__
-from megatron_opo.completion import SHELLS, script
+from megatron_opo.completion import SHELLS, completion_script
 from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.model_fit import check_model
 from megatron_opo.plan import command as plan_command
@@ -410,7 +410,7 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _completion(options: argparse.Namespace) -> int:
-    print(script(_parser(), options.shell))
+    print(completion_script(_parser(), options.shell))
     return 0
 
 

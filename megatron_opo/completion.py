@@ -25,7 +25,7 @@ ZSH_FIELDS = """\
 }}"""
 
 
-def script(parser: argparse.ArgumentParser, shell: str) -> str:
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     """What the shell has to read. `shell` is one of SHELLS.
 
     Commands and options are the parser's, its paths are files or (RUN) directories, and its
