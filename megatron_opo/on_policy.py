@@ -11,11 +11,18 @@ from megatron_opo.batch import PackedBatch
 from megatron_opo.errors import OnPolicyError
 
 
+def kl_estimate(difference: torch.Tensor) -> float:
+    """The mean of exp(d) - 1 - d over sampled tokens, with d [N] = logp_other - logp_sampling: an
+    unbiased estimate of KL(sampling || other) that is never negative (k3,
+    http://joschu.net/blog/kl-approx.html)."""
+    difference = difference.double()
+    return (difference.expm1() - difference).mean().item()
+
+
 def agreement_metrics(batch: PackedBatch, logprobs: torch.Tensor) -> dict[str, float]:
     """Gap between the actor's `logprobs` [T] and the servers' over the loss tokens.
 
-    `on_policy/kl` is the mean of exp(d) - 1 - d with d = logp_actor - logp_server, an estimate of
-    KL(server || actor) that is never negative (k3, http://joschu.net/blog/kl-approx.html).
+    `on_policy/kl` estimates KL(server || actor), see `kl_estimate`.
     """
     difference = (logprobs - batch.rollout_logprobs)[batch.loss_mask].double()
     gap = difference.abs()
@@ -23,7 +30,7 @@ def agreement_metrics(batch: PackedBatch, logprobs: torch.Tensor) -> dict[str, f
         "on_policy/logprob_gap_mean": gap.mean().item(),
         "on_policy/logprob_gap_max": gap.max().item(),
         "on_policy/equal_tokens": (gap == 0).double().mean().item(),
-        "on_policy/kl": (difference.expm1() - difference).mean().item(),
+        "on_policy/kl": kl_estimate(difference),
     }
 
 

@@ -624,6 +624,12 @@ class LogConfig(Section):
     samples_per_step: NonNegativeInt = Field(
         default=16, description="responses of each step kept in samples/"
     )
+    policy_shift: bool = Field(
+        default=False,
+        description="log on_policy/kl_step and on_policy/kl_to_start, how far each update moves "
+        "the policy and how far it is from the start: two more forward passes a step, and a copy "
+        "of the weights in the host's memory",
+    )
     batches_every: NonNegativeInt = Field(
         default=0,
         description="steps between batches kept whole in batches/, for --replay; 0: only those of "

@@ -25,6 +25,7 @@ from megatron_opo.actor.checkpoint import find_whole_checkpoint, load_checkpoint
 from megatron_opo.actor.checkpoint_writer import CheckpointWriter
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.replicas import check_replicas
+from megatron_opo.actor.shift import PolicyShift
 from megatron_opo.actor.step import Actor
 from megatron_opo.batch import PackedBatch
 from megatron_opo.checkpoint_source import find_checkpoint
@@ -67,7 +68,7 @@ def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
         )
     checkpoints = CheckpointWriter(recipe, driver, parallel, found.version)
     with desk or nullcontext(), checkpoints, profiler:
-        actor = start(recipe, hf_config, parallel, driver, desk, found.checkpoint, shared)
+        actor, shift = start(recipe, hf_config, parallel, driver, desk, found.checkpoint, shared)
 
         def on_servers(work: Callable[[], T]) -> T:
             return use_servers(work, actor, desk, driver, shared, checkpoints)
@@ -89,7 +90,7 @@ def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
                 checkpoint_and_note(actor, desk, driver, checkpoints)
                 return signum
             hand_over_to_trainer(actor, desk, driver)
-            metrics |= take_step_or_end(batch, actor, desk, driver, checkpoints)
+            metrics |= take_step_or_end(batch, actor, desk, driver, checkpoints, shift)
             if is_due(recipe.train.check_ranks_every, actor.version):
                 with phase(desk, driver, "check_ranks"):
                     check_replicas(actor)
@@ -127,8 +128,9 @@ def start(
     desk: Desk,
     checkpoint: Checkpoint | None,
     shared: SharedBucket | None,
-) -> Actor:
-    """An actor and servers that hold the same weights, and neither more memory than it may."""
+) -> tuple[Actor, PolicyShift | None]:
+    """An actor and servers that hold the same weights, and neither more memory than it may; with
+    log.policy_shift what measures how far the actor goes from here."""
     hands_over = recipe.rollout.hands_over(parallel.device.type)
     if hands_over:
         # Servers take a share of the memory that they find free: they come first, and go.
@@ -138,6 +140,7 @@ def start(
         actor = Actor(recipe, hf_config, parallel, driver)
         load_start(actor)
         actor.weights_loaded()
+        shift = PolicyShift(actor) if recipe.log.policy_shift else None
         if checkpoint:
             load_checkpoint(actor, checkpoint)
         if recipe.train.check_ranks_every:
@@ -148,7 +151,7 @@ def start(
         driver.run(lambda: desk.wait_until_ready())
     if hands_over or actor.version > 0 or has_other_start(recipe):
         sync(actor, desk, driver, shared)
-    return actor
+    return actor, shift
 
 
 def stop_signal(desk: Desk, driver: Driver) -> int:
@@ -224,12 +227,17 @@ def checkpoint_before_end(
 
 
 def take_step_or_end(
-    batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver, checkpoints: CheckpointWriter
+    batch: PackedBatch,
+    actor: Actor,
+    desk: Desk,
+    driver: Driver,
+    checkpoints: CheckpointWriter,
+    shift: PolicyShift | None,
 ) -> dict[str, float]:
     """As `take_step`. Before an error of all ranks ends the run, what sampled the batch is saved if
     it is whole: the run can go on from there, and the batch be replayed."""
     try:
-        return take_step(batch, actor, desk, driver)
+        return take_step(batch, actor, desk, driver, shift)
     except OpoError:
         if actor.has_finite_weights():
             driver.run(lambda: desk.return_prompts())

@@ -5,6 +5,7 @@ As in `train`: all ranks call these together; `desk` and `batch` are None elsewh
 
 import torch
 
+from megatron_opo.actor.shift import PolicyShift
 from megatron_opo.actor.step import Actor
 from megatron_opo.advantages import NEEDS_SCORES, token_energies
 from megatron_opo.batch import PackedBatch
@@ -17,8 +18,14 @@ from megatron_opo.spmd import Driver
 MOST_SKIPS = 3
 
 
-def take_step(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> dict[str, float]:
-    """Metrics of one update; the actor's version is one more then.
+def take_step(
+    batch: PackedBatch,
+    actor: Actor,
+    desk: Desk,
+    driver: Driver,
+    shift: PolicyShift | None = None,
+) -> dict[str, float]:
+    """Metrics of one update, those of `shift` among them; the actor's version is one more then.
 
     The version stays when numbers are not finite and the recipe says to skip such a batch.
 
@@ -40,6 +47,9 @@ def take_step(batch: PackedBatch, actor: Actor, desk: Desk, driver: Driver) -> d
         if not driver.is_here:
             raise
         raise OnPolicyError(f"{error}\n{keep_failed(desk, batch, version)}") from None
+    if shift is not None:
+        with phase(desk, driver, "policy_shift"):
+            metrics |= shift.measure(batch)
     if desk:
         metrics["actor/skipped_updates"] = float(desk.skipped_updates)
         desk.skipped_updates = 0

@@ -222,6 +222,7 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
         project,
         "actor.tensor_parallel=2",
         "rollout.function=talk.py:talk",
+        "log.policy_shift=true",
         "model.megatron_checkpoint=start",
         "algorithm.estimator=otb",
         "algorithm.loss_aggregation=seq-mean-token-mean",
@@ -247,6 +248,8 @@ def test_two_ranks_train_by_token_baselines_on_groups_with_a_signal(tmp_path):
         assert record["rollout/samples"] == 32
         assert record["actor/grad_norm"] > 0
         assert record["rollout/turns/min"] == record["rollout/turns/max"] == 2
+        assert record["on_policy/kl_step"] > 0 and "timing_s/policy_shift" in record
+    assert steps[0]["on_policy/kl_to_start"] == 0 < steps[1]["on_policy/kl_to_start"]
     assert outcome.stdout.count("the weights of least variance are 1 / length") == 1
     # A fresh model seldom writes the letter: most groups of four have only rewards of 0.
     assert sum(record["rollout/groups_dropped"] for record in steps) > 0

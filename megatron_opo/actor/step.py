@@ -50,7 +50,8 @@ class Scores:
 
 
 class Actor:
-    """The trained policy. `version` counts its optimizer steps.
+    """The trained policy. `version` counts its optimizer steps; `scores` are of the latest update,
+    by the policy before it.
 
     All ranks construct it and call its methods together; rollouts are given, and results returned,
     on rank 0 of `driver` only: elsewhere `batch` and the scores are None, whatever their type says.
@@ -63,6 +64,7 @@ class Actor:
         self.driver = driver
         self.spans = driver.spans
         self.version = 0
+        self.scores: Scores | None = None
         self.dtype = getattr(torch, recipe.model.dtype)
         self.modules = build_model(hf_config, recipe.actor, recipe.model.dtype)
         self.config = get_model_config(self.modules[0])
@@ -83,14 +85,18 @@ class Actor:
         """Call after the modules' parameters were overwritten: the optimizer keeps its own copy."""
         self.optimizer.reload_model_params()
 
+    def rescore(self, batch: PackedBatch) -> Scores:
+        """As `score`, but whatever comes of it."""
+        with torch.no_grad():
+            return self._run(self._share(batch), forward_only=True)
+
     def score(self, batch: PackedBatch) -> Scores:
         """Logprob, entropy and sum of squared probabilities of every loss token; no gradient.
 
         Raises:
             NonFiniteError: a logprob is not finite.
         """
-        with torch.no_grad():
-            scores = self._run(self._share(batch), forward_only=True)
+        scores = self.rescore(batch)
         self._refuse(self.driver.run(lambda: finite.nonfinite_logprobs(batch, scores.logprobs)))
         return scores if self.driver.is_here else None  # pyright: ignore[reportReturnType]
 
@@ -117,7 +123,7 @@ class Actor:
             for chunk in self.model:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-        scores = self._run(batch, forward_only=False)
+        self.scores = scores = self._run(batch, forward_only=False)
         with self.spans.of("check"):
             self._refuse(self.driver.run(lambda: self._nonfinite(rollout, scores)))
             metrics = self.driver.run(lambda: self._check(rollout, scores))
