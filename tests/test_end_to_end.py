@@ -287,7 +287,9 @@ def check_trace(tracks, metrics):
     prompts = [event for event in requests if event["name"].startswith("prompt ")]
     # Those of dropped groups, too.
     assert sum(e["args"]["response_tokens"] for e in prompts) >= metrics["rollout/tokens"]
-    assert {event["args"]["samples"] for event in prompts} == {4}
+    # One for each turn.
+    assert {event["args"]["samples"] for event in prompts} == {1}
+    assert len(prompts) >= 2 * metrics["rollout/samples"]
     assert len(prompts) == 8 + metrics["rollout/groups_dropped"]
     names = {event["name"] for event in requests}
     assert {"/pause_generation", "/update_weights_from_disk", "/weights_checker"} <= names
