@@ -289,8 +289,7 @@ def check_trace(tracks, metrics):
     assert sum(e["args"]["response_tokens"] for e in prompts) >= metrics["rollout/tokens"]
     # One for each turn.
     assert {event["args"]["samples"] for event in prompts} == {1}
-    assert len(prompts) >= 2 * metrics["rollout/samples"]
-    assert len(prompts) == 8 + metrics["rollout/groups_dropped"]
+    assert len(prompts) == 2 * 4 * (8 + metrics["rollout/groups_dropped"])
     names = {event["name"] for event in requests}
     assert {"/pause_generation", "/update_weights_from_disk", "/weights_checker"} <= names
 
