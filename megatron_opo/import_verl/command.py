@@ -33,7 +33,7 @@ GROUPS = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "words",
+        "overrides",
         nargs="*",
         metavar="FILE|key=value",
         help="script, YAML, or - for a script on standard input; then overrides of verl's "
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the recipe and say what became of each key; the exit code."""
-    words = list(options.words)
+    words = list(options.overrides)
     is_key = not words or (words[0] != "-" and words[0].startswith(("-", "+", "~")))
     source = "" if is_key or OVERRIDE.match(words[0]) else words.pop(0)
     settings, notes = read_source(source) if source else ([], [])
@@ -169,13 +169,15 @@ def _entry_lines(entry: Entry) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    text = ascii(shown(value))[1:-1]
+    text = shown(value)
     return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
+    # What a script holds may be anything; a comment of a YAML file may not.
+    plain = "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in text)
     return textwrap.wrap(
-        text,
+        plain,
         WIDTH - 2,
         initial_indent=indent,
         subsequent_indent=indent + "  ",

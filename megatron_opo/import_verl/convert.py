@@ -256,9 +256,11 @@ def _validate(draft: _Draft) -> None:
         for problem in problems:
             why = f"not possible here: {problem['msg'].removeprefix('Value error, ')}"
             parts = [str(part) for part in problem["loc"]]
-            # A section as a whole is at fault when its fields do not fit each other.
-            for length in range(len(parts), 1, -1):
+            for length in range(len(parts), 0, -1):
                 path = ".".join(parts[:length])
+                # A section as a whole is at fault when its fields do not fit each other.
+                if path in draft.tree and isinstance(draft.tree[path], dict):
+                    break
                 if _drop(draft, path, why, "not supported"):
                     draft.fill.setdefault(path, why)
                     dropped = True

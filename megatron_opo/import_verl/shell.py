@@ -210,8 +210,11 @@ def _word(scanner: _Scanner, splits: bool) -> _Word:
             word.add(scanner.text[scanner.at + 1 : scanner.at + 2].strip("\n"))
             scanner.at += 2
         elif char in "$`":
+            unknown = len(scanner.unknown)
             value, _ = _expansion(scanner)
-            word.split(" ".join(value)) if splits else word.add(" ".join(value))
+            is_known = len(scanner.unknown) == unknown
+            add = word.split if splits and is_known else word.add
+            add(" ".join(value))
         else:
             word.add(char)
             scanner.at += 1
