@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opo.cli import main
-from megatron_opo.errors import OpoError
+from megatron_opo.errors import OpoError, RecipeError
 from megatron_opo.import_verl.command import (
     recipe_text,
     report,
@@ -22,7 +22,7 @@ from megatron_opo.import_verl.command import (
 from megatron_opo.import_verl.convert import Conversion, Setting, convert, nearest, rule_for
 from megatron_opo.import_verl.page import tables
 from megatron_opo.import_verl.shell import read_script
-from megatron_opo.import_verl.table_run import DEFAULTS, MEGATRON_DEFAULTS, RULES
+from megatron_opo.import_verl.table import DEFAULTS, MEGATRON_DEFAULTS, RULES
 from megatron_opo.import_verl.values import parse_value
 from megatron_opo.recipe import Recipe
 from megatron_opo.recipe_file import field_paths, load_recipe
@@ -106,6 +106,49 @@ def test_expansions_are_those_of_bash():
 def test_quoted_words_come_back_as_they_were(words):
     line = "python3 -m verl.trainer.main_ppo " + " ".join(map(shlex.quote, words))
     assert list(read_script(line, {}).words) == words
+
+
+PIECES = [
+    *"=.#,:",
+    " ",
+    "\\ ",
+    "\\'",
+    "\\$",
+    "\\\n",
+    "''",
+    '""',
+    "'x  $X'",
+    '"a\\"b\\\\"',
+    '"\\$X\\a"',
+]
+PIECES += [
+    "$X",
+    "${X}",
+    '"$X"',
+    '"p${X}q"',
+    "${U:-d e}",
+    '"${U:-$X}"',
+    "${X:+y}",
+    "${E:-z}",
+    "${E-z}",
+]
+PIECES += [
+    '"${L[@]}"',
+    "${L[@]}",
+    '"<${L[@]}>"',
+    "$((N*2+1))",
+    "$((-N/2))",
+    '"$((N%4))"',
+    "${L}",
+    "$N",
+]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
+def test_any_words_are_read_as_bash_reads_them(words):
+    script = f"X='1  2'; E=; N=7; L=(u 'v w' '')\npython3 -m verl.trainer.main_ppo k{words}\n"
+    assert list(read_script(script, {}).words) == [w for w in words_by_bash(script) if w]
 
 
 def test_what_only_a_run_could_tell_is_said():
@@ -303,6 +346,21 @@ def test_a_value_that_cannot_be_is_left_out_and_said(tmp_path):
     assert {"optimizer.lr", "data.max_prompt_tokens"} <= set(conversion.fill)
 
 
+def test_batches_that_are_not_known_are_not_guessed():
+    conversion = of_words("data.train_batch_size=$BATCH", f"{MINI}=64", "trainer.test_freq=5")
+    assert "prompts_per_step" not in conversion.recipe["rollout"]
+    assert "rollout.prompts_per_step" in conversion.fill
+    assert entry(conversion, MINI).status == "changed"
+
+
+def test_secrets_are_not_copied(tmp_path):
+    kwargs = "custom_reward_function.reward_kwargs"
+    conversion = of_words(f"{kwargs}.api_key=sk-12", "+trainer.judge_token=sk-12", f"{kwargs}.k=2")
+    assert "sk-12" not in recipe_text(conversion)
+    assert loaded(conversion, tmp_path).reward.kwargs == {"k": 2}
+    assert "reward.kwargs.api_key" in conversion.fill
+
+
 def test_warmup_longer_than_the_run_still_loads(tmp_path):
     optim = "actor_rollout_ref.actor.optim"
     loaded(of_words(f"{optim}.warmup_style=cosine", f"{optim}.lr_warmup_steps=900"), tmp_path)
@@ -374,6 +432,11 @@ def run(*words: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main(["import-verl", *words])
     return ended.value.code
+
+
+def test_who_trains_a_config_of_verl_hears_of_this_command():
+    with pytest.raises(RecipeError, match="actor_rollout_ref.*import-verl"):
+        load_recipe(SCRIPTS / "ppo.yaml")
 
 
 def test_the_command_writes_a_recipe_once(tmp_path, capsys):

@@ -10,7 +10,7 @@ rollouts is then multiplied by the optimizer steps that one took.
 from pathlib import Path
 from typing import Any
 
-from megatron_opo.import_verl.rules import Outcome, Script, flag, number, whole
+from megatron_opo.import_verl.rules import Outcome, Script, flag, number, shown, whole
 
 TRAIN, MINI = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 EPOCHS = "actor_rollout_ref.actor.ppo_epochs"
@@ -26,8 +26,15 @@ def mini_batch(script: Script) -> int:
     return min(script.whole(MINI, 256), train_batch(script))
 
 
+def _unknown(script: Script) -> str:
+    """The batch that a variable stands for which is not known here."""
+    return next((key for key in (TRAIN, MINI) if "$" in shown(script.get(key))), "")
+
+
 def steps_per_rollout(script: Script) -> int:
-    """Optimizer steps that verl takes on one rollout, ppo_epochs aside."""
+    """Optimizer steps that verl takes on one rollout, ppo_epochs aside; 1 where not known."""
+    if _unknown(script):
+        return 1
     return -(-train_batch(script) // mini_batch(script))
 
 
@@ -38,6 +45,11 @@ def group_size(script: Script) -> int:
 def prompts(value: Any, script: Script, key: str) -> Outcome:
     """data.train_batch_size and actor.ppo_mini_batch_size."""
     whole(value)
+    if unknown := _unknown(script):
+        why = f"{unknown} cannot be known here, so nor can the optimizer steps of a rollout"
+        fill = "the smaller of train_batch_size and ppo_mini_batch_size; if they differ, multiply "
+        fill += "steps and intervals by train_batch_size / ppo_mini_batch_size"
+        return Outcome("changed", why, {}, {"rollout.prompts_per_step": fill})
     train, mini, n = train_batch(script), mini_batch(script), group_size(script)
     fields = {"rollout.prompts_per_step": mini}
     steps = steps_per_rollout(script)

@@ -9,9 +9,10 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_opo.errors import VerlError
 from megatron_opo.import_verl.rules import Outcome, Rule, Script, Status, moot, shown
-from megatron_opo.import_verl.table_run import ALIASES, DEFAULTS, MEGATRON_DEFAULTS, RULES
+from megatron_opo.import_verl.table import ALIASES, DEFAULTS, MEGATRON_DEFAULTS, RULES
 from megatron_opo.import_verl.values import flatten, resolve
 from megatron_opo.recipe import Recipe, TrainConfig
+from megatron_opo.redaction import HIDDEN, is_secret
 
 BY_KEY = {rule.key: rule for rule in RULES}
 CLASS_NAME = moot("_target_", "the name of a class of verl's")
@@ -27,7 +28,7 @@ COMPLETED_BY_USER = {"path", "train_files", "val_files", "experiment_name", "def
 
 @dataclass(frozen=True)
 class Setting:
-    """One key as it was given. `note` is what reading it showed, if anything."""
+    """One key as it was given."""
 
     key: str
     value: Any
@@ -109,7 +110,7 @@ def convert(settings: Iterable[Setting], notes: Iterable[str] = (), home: str = 
     resolved = {key: resolve(value, key, given) for key, value in given.items()}
     defaults = DEFAULTS | (MEGATRON_DEFAULTS if _is_megatron(resolved) else {})
     unset = {key: value for key, value in defaults.items() if key not in resolved}
-    script = Script({**unset, **resolved}, frozenset(given), home)
+    script = Script({**unset, **resolved}, home)
     draft = _Draft()
     for key, value in unset.items():
         _take(draft, key, value, script, by_default=True)
@@ -117,7 +118,8 @@ def convert(settings: Iterable[Setting], notes: Iterable[str] = (), home: str = 
     for index, each in enumerate(expanded):
         if last[each.key] != index:
             why = "given again later, which counts"
-            draft.entries.append(Entry(each.key, each.value, "taken over", {}, why))
+            value = HIDDEN if _is_secret(each.key, each.value) else each.value
+            draft.entries.append(Entry(each.key, value, "taken over", {}, why))
         else:
             _take(draft, each.key, resolved[each.key], script, by_default=False)
     _complete(draft)
@@ -137,8 +139,16 @@ def _is_megatron(settings: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_secret(key: str, value: Any) -> bool:
+    return isinstance(value, str) and is_secret(key.rpartition(".")[2])
+
+
 def _take(draft: _Draft, key: str, value: Any, script: Script, by_default: bool) -> None:
     outcome = _outcome(key, value, script)
+    if _is_secret(key, value):
+        fill = dict.fromkeys(outcome.fields, "a secret is not copied: give it anew")
+        status: Status = "changed" if outcome.fields else outcome.status
+        outcome, value = Outcome(status, "a secret is not copied", {}, fill), HIDDEN
     for path, each in outcome.fields.items():
         _set(draft.tree, path, each)
     draft.fill.update(outcome.fill)
@@ -152,7 +162,7 @@ def _outcome(key: str, value: Any, script: Script) -> Outcome:
     if key.startswith("-"):
         return _option(key, value)
     if "@" in key:
-        return Outcome("taken over", "a group of verl's own config; its defaults are counted with")
+        return Outcome("taken over", "a group of verl's own config; its defaults count")
     rule = rule_for(key)
     if rule is None:
         near = nearest(key)
@@ -178,7 +188,7 @@ def _outcome(key: str, value: Any, script: Script) -> Outcome:
 def _option(key: str, value: Any) -> Outcome:
     if key in ("--config-name", "-cn"):
         if shown(value).removesuffix(".yaml") in ("ppo_trainer", "ppo_megatron_trainer"):
-            return Outcome("taken over", "verl's own config; its defaults are counted with")
+            return Outcome("taken over", "verl's own config; its defaults count")
         why = "its keys are not here: give that YAML too, before the overrides"
         return Outcome("not supported", why, {}, {"": f"the keys of {shown(value)}.yaml"})
     if key in ("--config-path", "--config-dir", "-cp", "-cd"):

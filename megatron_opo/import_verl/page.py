@@ -1,7 +1,7 @@
 """The tables of docs/from_verl.md: `python -m megatron_opo.import_verl.page` prints them."""
 
 from megatron_opo.import_verl.rules import shown
-from megatron_opo.import_verl.table_run import ALIASES, DEFAULTS, RULES
+from megatron_opo.import_verl.table import ALIASES, DEFAULTS, RULES
 
 # Rules of one group stand in one table, under the longest of these that their keys begin with.
 GROUPS = (

@@ -13,7 +13,6 @@ class Script:
     that are not. `home` is what ~ stands for."""
 
     settings: Mapping[str, Any]
-    given: frozenset[str] = frozenset()
     home: str = "~"
 
     def get(self, key: str) -> Any:
@@ -120,7 +119,8 @@ def moot(key: str, why: str) -> Rule:
     return Rule(key, "", why, lambda value, script, key: Outcome("changed", why))
 
 
-def special(key: str, becomes: str, note: str, apply: Apply) -> Rule:
+def look(key: str, becomes: str, note: str, apply: Apply) -> Rule:
+    """One that looks at more than its own value."""
     return Rule(key, becomes, note, apply)
 
 
