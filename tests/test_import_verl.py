@@ -1,15 +1,13 @@
 """verl's scripts become recipes, and every key is accounted for."""
 
 import json
-import os
-import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verl_cases import ANY_TEXT, ENVIRONMENT, PLAIN, SCRIPTS
 
 from megatron_opo.cli import main
 from megatron_opo.errors import OpoError, RecipeError
@@ -23,13 +21,10 @@ from megatron_opo.import_verl.convert import Conversion, Setting, convert, neare
 from megatron_opo.import_verl.page import tables
 from megatron_opo.import_verl.shell import read_script
 from megatron_opo.import_verl.table import DEFAULTS, MEGATRON_DEFAULTS, RULES
-from megatron_opo.import_verl.values import parse_value
 from megatron_opo.recipe import Recipe
 from megatron_opo.recipe_file import field_paths, load_recipe
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ROOT / "tests" / "verl_scripts"
-ENVIRONMENT = {"HOME": "/home/me", "PATH": os.environ["PATH"]}
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 OPO = [
     "algorithm.adv_estimator=opo",
@@ -40,7 +35,6 @@ OPO = [
     "actor_rollout_ref.actor.kl_loss_coef=0",
     "algorithm.use_kl_in_reward=False",
 ]
-ANY_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=40)
 SHELL_TEXT = st.lists(
     st.sampled_from([*"abX=.$(){}[]'\"\\#;|&<>` \n\t7+-*/:,@~", "if ", "fi", "main_ppo ", "<<E"])
 ).map("".join)
@@ -64,140 +58,6 @@ def loaded(conversion: Conversion, directory: Path) -> Recipe:
     path = directory / "recipe.yaml"
     path.write_text(recipe_text(conversion))
     return load_recipe(path)
-
-
-def words_by_bash(script: str) -> list[str]:
-    """What bash itself hands to python3, after the trainer's name."""
-    program = (
-        "show() { while (( $# )) && [[ $1 != verl.trainer.main_ppo ]]; do shift; done; shift; "
-        'printf \'%s\\0\' "$@"; }; python3() { show "$@"; }; ray() { show "$@"; }\n'
-    )
-    quiet = script.replace("set -x", "set -").replace("2>&1 | tee run.log", "")
-    ran = subprocess.run(
-        ["bash", "-c", program + quiet], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    return ran.stdout.split("\0")[:-1]
-
-
-@pytest.mark.parametrize("name", ["opo.sh", "grpo_four_updates.sh"])
-def test_a_script_is_read_as_bash_reads_it(name):
-    script = (SCRIPTS / name).read_text()
-    assert list(read_script(script, ENVIRONMENT).words) == words_by_bash(script) != []
-
-
-def test_arrays_and_arithmetic_are_read_as_bash_reads_them():
-    script = "TRAIN_FILE=t.parquet\n" + (SCRIPTS / "dapo_moe_megatron.sh").read_text()
-    assert list(read_script(script, ENVIRONMENT).words) == words_by_bash(script) != []
-
-
-EXPANSIONS = """
-A=1; B="two words"; E= ; L=(x "y z"); L+=(w) ; C=${A:-9}${U:-8}${E:-7}${E-6}${A:+5}${U+4}
-python3 -m verl.trainer.main_ppo a=$A b=$B c="$B" d='$B' e=\\$A f=$C g="${L[@]}" h=${L[@]} \\
-  i=$((A + 2 * (3 - 7) / 3 % 5)) j=$(( -7 / 2 ))x k="q\\"r\\\\s" l=a\\ b m=${A}2 n="" "" \\
-  o=$((2**10)) p="${U:-$B}" q=x#y # r=1
-"""
-
-
-def test_expansions_are_those_of_bash():
-    assert list(read_script(EXPANSIONS, {}).words) == [w for w in words_by_bash(EXPANSIONS) if w]
-
-
-@given(st.lists(ANY_TEXT.filter(bool)))
-def test_quoted_words_come_back_as_they_were(words):
-    line = "python3 -m verl.trainer.main_ppo " + " ".join(map(shlex.quote, words))
-    assert list(read_script(line, {}).words) == words
-
-
-PIECES = [
-    *"=.#,:",
-    " ",
-    "\\ ",
-    "\\'",
-    "\\$",
-    "\\\n",
-    "''",
-    '""',
-    "'x  $X'",
-    '"a\\"b\\\\"',
-    '"\\$X\\a"',
-]
-PIECES += [
-    "$X",
-    "${X}",
-    '"$X"',
-    '"p${X}q"',
-    "${U:-d e}",
-    '"${U:-$X}"',
-    "${X:+y}",
-    "${E:-z}",
-    "${E-z}",
-]
-PIECES += [
-    '"${L[@]}"',
-    "${L[@]}",
-    '"<${L[@]}>"',
-    "$((N*2+1))",
-    "$((-N/2))",
-    '"$((N%4))"',
-    "${L}",
-    "$N",
-]
-
-
-@settings(max_examples=60)
-@given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
-def test_any_words_are_read_as_bash_reads_them(words):
-    script = f"X='1  2'; E=; N=7; L=(u 'v w' '')\npython3 -m verl.trainer.main_ppo k{words}\n"
-    assert list(read_script(script, {}).words) == [w for w in words_by_bash(script) if w]
-
-
-def test_what_only_a_run_could_tell_is_said():
-    command = read_script(
-        "if [ -z $D ]; then N=2; fi; N=${N:-1}\nmain_ppo a.b=$N c.d=$FILES e.f=$(date +%s)\n", {}
-    )
-    assert command.words == ("a.b=1", "c.d=$FILES", "e.f=$(date +%s)")
-    assert [note.split("`")[1] for note in command.notes] == ["$FILES", "$(date +%s)", "N"]
-
-
-def hydra_text(value) -> str:
-    """As Hydra's grammar writes it, with all text in quotes."""
-    if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(hydra_text, value)) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{hydra_text(k)}: {hydra_text(v)}" for k, v in value.items()) + "}"
-    return "null" if value is None else str(value)
-
-
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | ANY_TEXT
-NESTED = st.recursive(
-    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3)
-)
-
-
-@given(NESTED)
-def test_values_come_back_as_they_were(value):
-    assert parse_value(hydra_text(value)) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-6", 1e-6),
-        ("True", True),
-        ("0.", 0.0),
-        ("['console','wandb']", ["console", "wandb"]),
-        ('["a", b c]', ["a", "b c"]),
-        ("{a:1,b:[x]}", {"a": 1, "b": ["x"]}),
-        ("/data/a b.parquet", "/data/a b.parquet"),
-        ("[${data.x}, 2]", ["${data.x}", 2]),
-        ("[1", "[1"),
-        ("", ""),
-    ],
-)
-def test_unquoted_values(text, value):
-    assert parse_value(text) == value
 
 
 def test_the_documented_opo_example_is_all_explained(tmp_path):
@@ -435,7 +295,7 @@ def run(*words: str) -> int:
 
 
 def test_who_trains_a_config_of_verl_hears_of_this_command():
-    with pytest.raises(RecipeError, match="actor_rollout_ref.*import-verl"):
+    with pytest.raises(RecipeError, match=r"actor_rollout_ref.*import-verl"):
         load_recipe(SCRIPTS / "ppo.yaml")
 
 

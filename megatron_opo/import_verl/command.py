@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(_as_json(conversion), indent=2, default=str))
     elif options.out is not None:
         print("\n".join(report(conversion)))
-        print(f"\nwrote {options.out}; see it whole: megatron-opo train {options.out} --print")
+        print(f"wrote {options.out}; see it whole: megatron-opo train {options.out} --print")
     else:
         print(recipe, end="")
     return 0
