@@ -94,6 +94,8 @@ def test_several_updates_per_rollout_become_as_many_exact_steps(tmp_path):
     # 1024 prompts in mini batches of 256: 4 updates a rollout, so 100 rollouts are 400 updates.
     assert recipe.rollout.prompts_per_step == 256
     assert recipe.train.steps == 400
+    # 8 GPUs, and verl's default of 2 for each engine.
+    assert (recipe.rollout.servers, recipe.rollout.tensor_parallel) == (4, 2)
     assert (recipe.eval.every, recipe.checkpoint.every) == (20, 80)
     assert recipe.optimizer.warmup_steps == 40
     assert recipe.optimizer.lr == 1e-6
@@ -196,6 +198,12 @@ def test_the_last_of_two_settings_counts_and_the_first_is_listed():
     conversion = of_words("data.seed=1", "data.seed=2")
     assert conversion.recipe["seed"] == 2
     assert [e.value for e in conversion.entries if e.key == "data.seed"] == [1, 2]
+
+
+def test_a_deleted_key_counts_no_more_and_is_listed():
+    conversion = of_words("data.seed=1", "trainer.logger=[wandb]", "~data.seed", "~trainer")
+    assert "seed" not in conversion.recipe and "log" not in conversion.recipe
+    assert [e.key for e in conversion.entries if not e.by_default] == ["~data.seed", "~trainer"]
 
 
 def test_a_value_that_cannot_be_is_left_out_and_said(tmp_path):

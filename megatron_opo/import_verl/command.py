@@ -120,8 +120,7 @@ def settings_of_words(words: Sequence[str]) -> list[Setting]:
             if word.strip("-"):
                 settings.append(Setting(key, value if equals else next(rest, "")))
         elif word.startswith("~"):
-            key = word[1:].partition("=")[0]
-            settings = [each for each in settings if each.key != key]
+            settings.append(Setting(word.partition("=")[0], None))
         elif OVERRIDE.match(word):
             key, _, value = word.lstrip("+").partition("=")
             settings.append(Setting(key, parse_value(value)))

@@ -106,6 +106,7 @@ def convert(settings: Iterable[Setting], notes: Iterable[str] = (), home: str = 
         for each in settings
         for path, inner in flatten({each.key: each.value})
     ]
+    expanded = _without_deleted(expanded)
     given = {each.key: each.value for each in expanded}
     resolved = {key: resolve(value, key, given) for key, value in given.items()}
     defaults = DEFAULTS | (MEGATRON_DEFAULTS if _is_megatron(resolved) else {})
@@ -126,6 +127,17 @@ def convert(settings: Iterable[Setting], notes: Iterable[str] = (), home: str = 
     _validate(draft)
     _forget_absent(draft)
     return Conversion(_ordered(draft.tree, Recipe), tuple(draft.entries), draft.fill, tuple(notes))
+
+
+def _without_deleted(settings: Iterable[Setting]) -> list[Setting]:
+    """`~key` takes back what stood before it for this key and for all below."""
+    kept: list[Setting] = []
+    for each in settings:
+        if each.key.startswith("~"):
+            name = canonical(each.key[1:])
+            kept = [k for k in kept if not f"{k.key}.".startswith(f"{name}.")]
+        kept.append(each)
+    return kept
 
 
 def _is_megatron(settings: Mapping[str, Any]) -> bool:
@@ -161,6 +173,8 @@ def _take(draft: _Draft, key: str, value: Any, script: Script, by_default: bool)
 def _outcome(key: str, value: Any, script: Script) -> Outcome:
     if key.startswith("-"):
         return _option(key, value)
+    if key.startswith("~"):
+        return Outcome("taken over", "deleted: what stood for it before does not count")
     if "@" in key:
         return Outcome("taken over", "a group of verl's own config; its defaults count")
     rule = rule_for(key)

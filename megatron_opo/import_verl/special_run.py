@@ -47,6 +47,7 @@ def servers(value: Any, script: Script, key: str) -> Outcome:
     whole(value)
     gpus = script.whole("trainer.n_gpus_per_node", 8) * script.whole("trainer.nnodes", 1)
     each = script.whole(f"{ROLLOUT}.tensor_model_parallel_size", 2)
+    # verl's own default of 2 counts where the script is silent.
     if gpus % each:
         fill = {"rollout.servers": f"{gpus} GPUs are no multiple of tensor_parallel {each}"}
         return Outcome("changed", "one server per tensor_parallel GPUs", {}, fill)
@@ -54,7 +55,8 @@ def servers(value: Any, script: Script, key: str) -> Outcome:
         f"{gpus} GPUs / rollout.tensor_parallel {each}; how many nodes and processes there are, "
         "the launcher says (slurm/, torchrun)"
     )
-    return Outcome("changed", why, {"rollout.servers": gpus // each})
+    fields = {"rollout.servers": gpus // each, "rollout.tensor_parallel": each}
+    return Outcome("changed", why, fields)
 
 
 def dynamic_batch(value: Any, script: Script, key: str) -> Outcome:
