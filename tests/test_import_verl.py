@@ -268,7 +268,9 @@ def test_no_yaml_makes_it_stumble(text):
         Recipe.model_validate(conversion.recipe)
 
 
-def test_deep_nesting_is_no_trouble():
+def test_deep_nesting_and_growth_are_no_trouble():
+    growing = "X=aa\n" + "X=$X$X$X\n" * 40 + "main_ppo data.seed=$X\n"
+    assert convert(settings_of_words(read_script(growing, {}).words)).entries
     deep = "main_ppo a.b=" + "${x:-" * 3000 + " c.d=$((" + "(" * 3000 + "e.f=" + "[" * 3000
     convert(settings_of_words(read_script(deep, {}).words))
 

@@ -21,6 +21,8 @@ BEFORE_COMMAND = {"then", "else", "do", "elif", "{", "}", "!", "time"}
 ENDS_WORD = " \t\n;|&<>()"
 LARGEST = 2**63
 DEEPEST = 20
+# A variable that is set to itself, several times over, grows without bound.
+LONGEST = 100_000
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ def _assign(scanner: _Scanner, name: str, appends: bool, chained: bool) -> None:
     elif values is not None:
         scanner.arrays[name] = (scanner.arrays.get(name, []) if appends else []) + values
     else:
-        scanner.variables[name] = (scanner.variables.get(name, "") if appends else "") + text
+        before = scanner.variables.get(name, "") if appends else ""
+        scanner.variables[name] = (before + text)[:LONGEST]
 
 
 def _array(scanner: _Scanner) -> list[str]:
