@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from verl_cases import ANY_TEXT, ENVIRONMENT, PLAIN, SCRIPTS
 
@@ -240,7 +240,6 @@ VALUES = (
 )
 
 
-@settings(max_examples=300)
 @given(st.dictionaries(KEYS, VALUES, max_size=12))
 def test_any_values_of_known_keys_make_a_recipe_that_loads_and_none_is_lost(values):
     conversion = convert([Setting(key, value) for key, value in values.items()])
