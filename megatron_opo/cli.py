@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_opo import __version__
 from megatron_opo.completion import SHELLS, completion_script
 from megatron_opo.errors import LogError, OpoError, RecipeError
+from megatron_opo.import_verl import command as verl_command
 from megatron_opo.model_fit import check_model
 from megatron_opo.plan import command as plan_command
 from megatron_opo.recipe import Recipe
@@ -152,6 +153,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan_command.add_options(plan)
     plan.set_defaults(run=plan_command.run)
+
+    verl = commands.add_parser(
+        "import-verl",
+        help="a recipe from a run of verl's: its script, YAML or overrides",
+        description=verl_command.DESCRIPTION,
+    )
+    verl_command.add_options(verl)
+    verl.set_defaults(run=verl_command.run)
 
     report = commands.add_parser("report", help="write report.html of a run")
     report.add_argument(

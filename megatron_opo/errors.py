@@ -14,6 +14,10 @@ class RecipeError(OpoError, ValueError):
     """A recipe that cannot run; the message lists every problem found."""
 
 
+class VerlError(OpoError):
+    """A command line or config of verl that cannot be read or become a recipe."""
+
+
 class DataError(OpoError):
     """A dataset, or a row of it, that cannot be used."""
 

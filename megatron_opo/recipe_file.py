@@ -17,6 +17,7 @@ from megatron_opo.redaction import hidden_fields, is_secret
 
 # What a user of another trainer may write, and why it is not there.
 HINTS = {
+    "actor_rollout_ref": "a config of verl's; megatron-opo import-verl makes a recipe of it",
     "ppo_epochs": "exact on-policy RL takes one optimizer step per rollout; there are no epochs",
     "ppo_mini_batch_size": "a step trains on the whole rollout at once; drop it",
     "mini_batch_size": "a step trains on the whole rollout at once; drop it",

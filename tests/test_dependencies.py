@@ -13,6 +13,7 @@ ALLOWED = {
     "redaction": set(),
     "recipe": {"redaction"},
     "recipe_file": {"errors", "recipe", "redaction"},
+    "import_verl": {"errors", "recipe", "redaction"},
     "model_fit": {"checkpoint_source", "errors", "recipe", "weights"},
     "runs": {"errors", "recipe"},
     "checkpoint_files": {"errors", "runs", "weights"},
