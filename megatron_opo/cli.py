@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_opo import __version__
 from megatron_opo.completion import SHELLS, completion_script
+from megatron_opo.doctor import command as doctor_command
 from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.model_fit import check_model
 from megatron_opo.plan import command as plan_command
@@ -152,6 +153,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan_command.add_options(plan)
     plan.set_defaults(run=plan_command.run)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="is this machine fit, and what to do where it is not",
+        description=doctor_command.DESCRIPTION,
+    )
+    doctor_command.add_options(doctor)
+    doctor.set_defaults(run=doctor_command.run)
 
     report = commands.add_parser("report", help="write report.html of a run")
     report.add_argument(
