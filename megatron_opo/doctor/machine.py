@@ -11,6 +11,7 @@ from megatron_opo.doctor.findings import Finding, ask, gib, judged
 from megatron_opo.environment import CLOCK_SECONDS
 
 CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/dev/infiniband")
 LITTLE_MEMORY = 4 * 2**30
@@ -53,7 +54,7 @@ def core_quota() -> float | None:
 def _cgroup(controller: str, file: str) -> str | None:
     """The value in this process's control group, of either version, or in the nearest above it."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = OWN_CGROUP.read_text().splitlines()
     except OSError:
         return None
     for line in lines:

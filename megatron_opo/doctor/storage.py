@@ -61,9 +61,9 @@ def mount_of(path: Path, mountinfo: str | None = None) -> Mount | None:
 
 
 def existing(path: Path) -> Path:
-    """The nearest directory that is there."""
+    """The path, or the nearest one above it that is there."""
     path = path.absolute()
-    while not path.is_dir() and path != path.parent:
+    while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
