@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_opo import __version__
 from megatron_opo.completion import SHELLS, completion_script
+from megatron_opo.data import command as data_command
 from megatron_opo.doctor import command as doctor_command
 from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.model_fit import check_model
@@ -161,6 +162,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor_command.add_options(doctor)
     doctor.set_defaults(run=doctor_command.run)
+
+    data = commands.add_parser(
+        "data", help="show, check and convert datasets", description=data_command.DESCRIPTION
+    )
+    data_command.add_options(data)
+    data.set_defaults(run=data_command.run)
 
     report = commands.add_parser("report", help="write report.html of a run")
     report.add_argument(

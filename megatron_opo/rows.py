@@ -82,7 +82,7 @@ def _file_rows(dataset: DatasetConfig, split: str) -> Iterator[Row]:
     check_files(dataset, split)
     for path in map(Path, dataset.files):
         empty = True
-        for where, record in _READERS[path.suffix](path):
+        for where, record in read_records(path):
             empty = False
             yield parse_row(record, where, dataset, split, default_source=path.stem)
         if empty:
@@ -125,6 +125,16 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 _READERS = {".parquet": _parquet_records, ".jsonl": _jsonl_records}
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """The place of each record and what stands there, unchecked. For files that `check_files`
+    accepts.
+
+    Raises:
+        DataError: the file is damaged, after those before that place.
+    """
+    return _READERS[path.suffix](path)
 
 
 def parse_row(

@@ -41,6 +41,7 @@ ALLOWED = {
     "dynamic_sampling": BASE,
     "launch": {"errors", "stop"},
     "plan": {"errors", "model_fit", "recipe", "recipe_file", "weights"},
+    "data": BASE | {"prompts", "recipe_file", "rows"},
     "doctor": {"environment", "errors", "kernel_build", "model_fit", "plan", "preflight"}
     | {"recipe", "recipe_file", "rewards", "rows", "runs", "weights"},
     "cluster": BASE,

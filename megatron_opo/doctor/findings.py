@@ -60,4 +60,4 @@ def ask(*command: str, seconds: float = COMMAND_SECONDS) -> Answer:
 
 
 def gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -131,7 +131,7 @@ def _on_cpus(recipe: Recipe, model: Model) -> Finding:
     servers = 0 if rollout.urls else rollout.servers
     needed = held * world / len(stages) + servers * model.parameters * BYTES[recipe.model.dtype]
     free = available_memory()
-    found = f"no GPU: {world} ranks and {servers} servers on the CPU hold {gib(needed)} at least"
+    found = f"no GPU: on the CPU trainer ({world}) and servers ({servers}) hold {gib(needed)}"
     if free is None:
         return Finding(name, found)
     return judged(
