@@ -6,6 +6,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 from megatron_opo.doctor.findings import Finding
 from megatron_opo.recipe import Recipe, SyncConfig
@@ -69,13 +70,17 @@ def examine(
     run_path = recipe.run_path if recipe else Path("runs")
     bucket = (recipe.sync if recipe else SyncConfig()).bucket_mb
     facts = facts_without_torch()
+    stop = Event()
     with ThreadPoolExecutor(1) as pool:
         # The rest is looked at while packages are imported in another process.
-        importing = pool.submit(try_imports, packages.steps_of(facts), import_seconds)
-        driver = gpus.check_driver()
-        of_machine = machine.check_machine(bucket) + machine.check_ports()
-        of_storage = storage.check_storage(run_path)
-        imports = importing.result()
+        importing = pool.submit(try_imports, packages.steps_of(facts), import_seconds, stop)
+        try:
+            driver = gpus.check_driver()
+            of_machine = machine.check_machine(bucket) + machine.check_ports()
+            of_storage = storage.check_storage(run_path)
+            imports = importing.result()
+        finally:
+            stop.set()
     facts = packages.with_torch(facts, imports)
     of_slurm, nodes = slurm.check_slurm(imports)
     sections = {

@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from threading import Event
 from typing import Any
 
+LOOK_SECONDS = 0.1
 COMMAND = [sys.executable, "-m", "megatron_opo.doctor.import_steps"]
 
 
-def try_imports(steps: list[str], seconds: float) -> dict[str, dict[str, Any]]:
+def try_imports(steps: list[str], seconds: float, stop: Event) -> dict[str, dict[str, Any]]:
     """How each step of `import_steps` went: its facts, or {"error": one line}.
 
     The steps share a process, as importing torch for each would take long. After a crash or a hang
@@ -21,11 +24,12 @@ def try_imports(steps: list[str], seconds: float) -> dict[str, dict[str, Any]]:
 
     Args:
         seconds: limit of each step.
+        stop: set by another thread that no longer wants to know; the process is ended then.
     """
     results: dict[str, dict[str, Any]] = {}
     left = list(steps)
-    while left:
-        results |= _one_process(left, seconds)
+    while left and not stop.is_set():
+        results |= _one_process(left, seconds, stop)
         if "error" in results.get("torch", {}):
             # All others import it, and would fail or hang in the same way.
             return {step: {"without_torch": True} for step in steps} | {"torch": results["torch"]}
@@ -33,7 +37,7 @@ def try_imports(steps: list[str], seconds: float) -> dict[str, dict[str, Any]]:
     return results
 
 
-def _one_process(steps: list[str], seconds: float) -> dict[str, dict[str, Any]]:
+def _one_process(steps: list[str], seconds: float, stop: Event) -> dict[str, dict[str, Any]]:
     """At least the first step's result."""
     process = subprocess.Popen(
         [*COMMAND, *steps],
@@ -45,7 +49,7 @@ def _one_process(steps: list[str], seconds: float) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     current = steps[0]
     try:
-        for line in _lines(process, seconds):
+        for line in _lines(process, seconds, stop):
             if "begins" in line:
                 current = line["begins"]
             else:
@@ -61,20 +65,23 @@ def _one_process(steps: list[str], seconds: float) -> dict[str, dict[str, Any]]:
     return results
 
 
-def _lines(process: subprocess.Popen[bytes], seconds: float):
+def _lines(
+    process: subprocess.Popen[bytes], seconds: float, stop: Event
+) -> Iterator[dict[str, Any]]:
     """The lines as they come.
 
     Raises:
-        TimeoutError: none came for `seconds`.
+        TimeoutError: none came for `seconds`, or none is wanted.
     """
     assert process.stdout is not None
     descriptor, buffer = process.stdout.fileno(), b""
     with process.stdout:
         deadline = time.monotonic() + seconds
         while True:
-            wait = max(0.0, deadline - time.monotonic())
-            if not select.select([descriptor], [], [], wait)[0]:
+            if stop.is_set() or time.monotonic() > deadline:
                 raise TimeoutError
+            if not select.select([descriptor], [], [], LOOK_SECONDS)[0]:
+                continue
             data = os.read(descriptor, 65536)
             if not data:
                 return
