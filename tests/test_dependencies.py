@@ -43,7 +43,7 @@ ALLOWED = {
     "plan": {"errors", "model_fit", "recipe", "recipe_file", "weights"},
     "data": BASE | {"prompts", "recipe_file", "rows"},
     "doctor": {"environment", "errors", "kernel_build", "model_fit", "plan", "preflight"}
-    | {"recipe", "recipe_file", "rewards", "rows", "runs", "weights"},
+    | {"recipe", "recipe_file", "rewards", "rows", "runs", "user_code", "weights"},
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
     "node": BASE | {"cluster", "launch", "preflight", "recipe_file", "rollout", "runs"},

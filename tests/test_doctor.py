@@ -407,9 +407,10 @@ def test_a_recipe_whose_files_are_not_there(tmp_path):
         f"model.path={tmp_path}/none",
         "data.train={files: [none.parquet]}",
         "reward.function=mathh",
+        "rollout.function=none.py:speak",
     ]
     findings = for_recipe.check_recipe(recipe_of(tmp_path, *overrides), Path("x.yaml"), {})
-    for name in ("model", "data", "reward"):
+    for name in ("model", "data", "reward", "rollout function"):
         assert named(findings, name).status == "problem"
     assert "did you mean `math`?" in named(findings, "reward").found
 

@@ -25,7 +25,9 @@ DESCRIPTION = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="FILE|RECIPE", help="parquet, jsonl, or a recipe's YAML")
+    parser.add_argument(
+        "source", type=Path, metavar="FILE|RECIPE", help="parquet, jsonl, or a recipe's YAML"
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -80,7 +82,7 @@ def _asked_for(options: argparse.Namespace) -> tuple[dict[str, DatasetConfig], D
     Raises:
         RecipeError: files and a recipe together, or options that do not go with them.
     """
-    if Path(options.source).suffix in RECIPES:
+    if options.source.suffix in RECIPES:
         if options.model:
             raise RecipeError("--model: a recipe names its own: model.path=DIR")
         recipe = load_recipe(options.source, options.overrides)
@@ -96,7 +98,7 @@ def _asked_for(options: argparse.Namespace) -> tuple[dict[str, DatasetConfig], D
     if options.split:
         raise RecipeError("--split: is for recipes; give the files that you mean")
     dataset = DatasetConfig(
-        files=(options.source, *options.overrides),
+        files=(str(options.source), *options.overrides),
         prompt_key=options.prompt_key,
         answer_key=options.answer_key,
     )

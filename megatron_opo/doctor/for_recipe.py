@@ -20,6 +20,7 @@ from megatron_opo.recipe import Recipe
 from megatron_opo.rewards.verifiers import resolve_function
 from megatron_opo.rows import check_files
 from megatron_opo.runs import latest_checkpoint
+from megatron_opo.user_code import LoadError, resolve
 from megatron_opo.weights.hf_config import read_architecture
 
 # Of what is allocated beside the exact sizes; so much must be left for a note not to come.
@@ -29,7 +30,7 @@ ROOM_BESIDE = 1.2
 def check_recipe(
     recipe: Recipe, recipe_path: Path, imports: dict[str, dict[str, Any]]
 ) -> list[Finding]:
-    findings = [_data(recipe), _reward(recipe), _run(recipe), *_server_ports(recipe)]
+    findings = [_data(recipe), *_functions(recipe), _run(recipe), *_server_ports(recipe)]
     try:
         config = check_model(recipe)
         model = model_of(read_architecture(config))
@@ -56,12 +57,18 @@ def _data(recipe: Recipe) -> Finding:
     return Finding("data", ", ".join(files) or "generated, no files")
 
 
-def _reward(recipe: Recipe) -> Finding:
-    return _checked(
+def _functions(recipe: Recipe) -> list[Finding]:
+    """They are looked for, not imported."""
+    reward = _checked(
         "reward",
         lambda: resolve_function(recipe.reward.function),
         "name one that is there in reward.function",
     )
+    own = recipe.rollout.function
+    if own is None:
+        return [reward]
+    cure = "name one that is there in rollout.function"
+    return [reward, _checked("rollout function", lambda: resolve(own), cure)]
 
 
 def _run(recipe: Recipe) -> Finding:
@@ -77,7 +84,7 @@ def _run(recipe: Recipe) -> Finding:
 def _checked(name: str, check: Callable[[], str], what_to_do: str) -> Finding:
     try:
         return Finding(name, check())
-    except OpoError as error:
+    except (OpoError, LoadError) as error:
         return Finding(name, str(error), "problem", what_to_do)
 
 
