@@ -73,9 +73,13 @@ def check_files(dataset: DatasetConfig, split: str) -> None:
                 f"data.{split}.files: {path} ends in {path.suffix!r}, must be one of: "
                 f"{', '.join(_READERS)}"
             )
-        if not path.is_file():
+        try:
+            if path.is_file():
+                continue
             what = "is a directory, give the files in it" if path.is_dir() else "does not exist"
-            raise DataError(f"data.{split}.files: {path} {what}")
+        except OSError as error:
+            what = f"cannot be looked at: {error.strerror}"
+        raise DataError(f"data.{split}.files: {path} {what}")
 
 
 def _file_rows(dataset: DatasetConfig, split: str) -> Iterator[Row]:

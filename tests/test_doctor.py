@@ -415,6 +415,15 @@ def test_a_recipe_whose_files_are_not_there(tmp_path):
     assert "did you mean `math`?" in named(findings, "reward").found
 
 
+def test_paths_that_the_system_refuses_to_look_at(tmp_path):
+    name = tmp_path / ("x" * 300)
+    overrides = [f"model.path={name}", f"data.train={{files: [{name}.jsonl]}}", f"run_dir={name}"]
+    findings = for_recipe.check_recipe(recipe_of(tmp_path, *overrides), Path("x.yaml"), {})
+    for name in ("model", "data"):
+        assert named(findings, name).status == "problem"
+        assert "File name too long" in named(findings, name).found
+
+
 def test_a_server_s_port_that_is_taken(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

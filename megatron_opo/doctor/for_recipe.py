@@ -9,7 +9,7 @@ from typing import Any
 from megatron_opo.doctor.findings import Finding, gib, judged
 from megatron_opo.doctor.machine import available_memory
 from megatron_opo.doctor.storage import existing
-from megatron_opo.errors import DataError, OpoError, RecipeError
+from megatron_opo.errors import OpoError, RecipeError
 from megatron_opo.model_fit import check_model
 from megatron_opo.plan.hardware import NETWORKS, Cluster, Gpu
 from megatron_opo.plan.layout import BYTES, Model, layout_of, model_of
@@ -34,7 +34,7 @@ def check_recipe(
     try:
         config = check_model(recipe)
         model = model_of(read_architecture(config))
-    except RecipeError as error:
+    except (RecipeError, OSError) as error:
         cure = f"change it in {recipe_path}, or put the model's files where it says"
         return [Finding("model", str(error), "problem", cure), *findings]
     parameters = f"{recipe.model.path}, {model.parameters:,} parameters"
@@ -47,14 +47,15 @@ def check_recipe(
 
 def _data(recipe: Recipe) -> Finding:
     sets = {"train": recipe.data.train, "eval": recipe.data.eval}
-    try:
+
+    def files() -> str:
         for split, dataset in sets.items():
             if dataset is not None and dataset.procedural is None:
                 check_files(dataset, split)
-    except DataError as error:
-        return Finding("data", str(error), "problem", "make the file, or name the right one")
-    files = [file for dataset in sets.values() if dataset for file in dataset.files]
-    return Finding("data", ", ".join(files) or "generated, no files")
+        names = [file for dataset in sets.values() if dataset for file in dataset.files]
+        return ", ".join(names) or "generated, no files"
+
+    return _checked("data", files, "make the file, or name the right one")
 
 
 def _functions(recipe: Recipe) -> list[Finding]:
@@ -84,7 +85,7 @@ def _run(recipe: Recipe) -> Finding:
 def _checked(name: str, check: Callable[[], str], what_to_do: str) -> Finding:
     try:
         return Finding(name, check())
-    except (OpoError, LoadError) as error:
+    except (OpoError, LoadError, OSError) as error:
         return Finding(name, str(error), "problem", what_to_do)
 
 

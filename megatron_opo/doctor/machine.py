@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shutil
 import socket
 import time
@@ -163,8 +164,6 @@ def _shared_memory(bucket_mb: int) -> Finding:
 
 
 def _limits() -> list[Finding]:
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
     raised = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)

@@ -63,7 +63,7 @@ def mount_of(path: Path, mountinfo: str | None = None) -> Mount | None:
 def existing(path: Path) -> Path:
     """The path, or the nearest one above it that is there."""
     path = path.absolute()
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:  # False, too, where it may not look
         path = path.parent
     return path
 
