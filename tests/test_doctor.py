@@ -159,14 +159,15 @@ def test_imports_that_raise_crash_hang_or_exit(tmp_path, monkeypatch):
     package(tmp_path, "exits", "raise SystemExit('not on this machine')")
     package(tmp_path, "fine", "")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    steps = ["raises", "crashes", "hangs", "leaves", "exits", "fine"]
-    results = try_imports(steps, seconds=1.0, stop=Event())
+    steps = ["raises", "crashes", "leaves", "exits", "fine"]
+    results = try_imports(steps, seconds=60.0, stop=Event())
+    results |= try_imports(["hangs"], seconds=1.0, stop=Event())
     assert results["raises"] == {"error": "ValueError: first line"}
     assert "SIGSEGV" in results["crashes"]["error"]
     assert "had not ended after" in results["hangs"]["error"]
     assert "code 3" in results["leaves"]["error"]
     assert results["exits"] == {"error": "SystemExit: not on this machine"}
-    assert 0 <= results["fine"]["seconds"] < 1.0
+    assert 0 <= results["fine"]["seconds"] < 60
 
 
 def test_ctrl_c_ends_it_and_the_import_that_hangs(tmp_path):
