@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_opo import __version__
 from megatron_opo.completion import SHELLS, completion_script
+from megatron_opo.data import command as data_command
+from megatron_opo.doctor import command as doctor_command
 from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.import_verl import command as verl_command
 from megatron_opo.model_fit import check_model
@@ -161,6 +163,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     verl_command.add_options(verl)
     verl.set_defaults(run=verl_command.run)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="is this machine fit, and what to do where it is not",
+        description=doctor_command.DESCRIPTION,
+    )
+    doctor_command.add_options(doctor)
+    doctor.set_defaults(run=doctor_command.run)
+
+    data = commands.add_parser(
+        "data", help="show, check and convert datasets", description=data_command.DESCRIPTION
+    )
+    data_command.add_options(data)
+    data.set_defaults(run=data_command.run)
 
     report = commands.add_parser("report", help="write report.html of a run")
     report.add_argument(

@@ -9,8 +9,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -22,6 +22,9 @@ OLDEST_PYTHON = (3, 11)
 MEGATRON_CORE = {"0.16": "Python 3.11", "0.19": "Python 3.12 or newer"}
 PLACEHOLDERS = "megatron-opo-cpu-placeholders"
 INSTALL = "run `make setup`"
+# Of a run's directory, and of clocks of machines that work together.
+FREE_GB = 1.0
+CLOCK_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,12 @@ def versions() -> dict[str, str]:
 
 
 def gather_facts() -> Facts:
+    facts = facts_without_torch()
+    return replace(facts, torch_cuda=_torch_cuda()) if "torch" in facts.packages else facts
+
+
+def facts_without_torch() -> Facts:
+    """All but `torch_cuda`, which is None; nothing is imported."""
     installed = list(distributions())
     packages: dict[str, str] = {}
     for distribution in installed:
@@ -74,12 +83,17 @@ def gather_facts() -> Facts:
         packages=packages,
         foreign_apex=_foreign_apex(installed),
         gpu=_first_gpu(),
-        torch_cuda=_torch_cuda() if "torch" in packages else None,
+        torch_cuda=None,
     )
 
 
 def find_problems(facts: Facts) -> list[str]:
     """One line for each fault: what, what was found, what is allowed, what to do."""
+    return [text for _, text in find_faults(facts)]
+
+
+def find_faults(facts: Facts) -> list[tuple[str, str]]:
+    """The package that each fault concerns, such as "torch" (or "python"), and the fault's line."""
     return [
         *_python_and_megatron(facts),
         *_missing_packages(facts),
@@ -88,12 +102,13 @@ def find_problems(facts: Facts) -> list[str]:
     ]
 
 
-def _python_and_megatron(facts: Facts) -> Iterable[str]:
+def _python_and_megatron(facts: Facts) -> Iterator[tuple[str, str]]:
     python = ".".join(map(str, facts.python))
     if facts.python < OLDEST_PYTHON:
         yield (
+            "python",
             f"Python is {python}; allowed: 3.11 or newer (tested: 3.11 and 3.12). Create the "
-            "environment with another one: `make setup PYTHON=python3.12`"
+            "environment with another one: `make setup PYTHON=python3.12`",
         )
         return
     found = facts.packages.get("megatron-core")
@@ -103,12 +118,13 @@ def _python_and_megatron(facts: Facts) -> Iterable[str]:
     if found.split(".")[:2] != wanted.split("."):
         allowed = ", ".join(f"{version}.x with {which}" for version, which in MEGATRON_CORE.items())
         yield (
+            "megatron-core",
             f"megatron-core is {found} with Python {python}; allowed: {allowed}. Install the "
-            f"pinned one: {INSTALL}"
+            f"pinned one: {INSTALL}",
         )
 
 
-def _missing_packages(facts: Facts) -> Iterable[str]:
+def _missing_packages(facts: Facts) -> Iterator[tuple[str, str]]:
     reasons = {
         "torch": "everything computes with it",
         "megatron-core": "the trainer is built on it",
@@ -117,33 +133,36 @@ def _missing_packages(facts: Facts) -> Iterable[str]:
     }
     for name, reason in reasons.items():
         if name not in facts.packages:
-            yield f"{name} is not installed, but needed ({reason}): {INSTALL}"
+            yield name, f"{name} is not installed, but needed ({reason}): {INSTALL}"
 
 
-def _foreign_packages(facts: Facts) -> Iterable[str]:
+def _foreign_packages(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.foreign_apex is not None:
         yield (
+            "apex",
             f"the installed `apex` {facts.foreign_apex} is not NVIDIA Apex: the package of that "
             "name on PyPI is an unrelated web toolkit, and Megatron-Core would try to import it. "
             "Run `pip uninstall apex`. NVIDIA Apex is optional beside Transformer Engine; "
-            "requirements.txt says how to build it"
+            "requirements.txt says how to build it",
         )
 
 
-def _gpu_stack(facts: Facts) -> Iterable[str]:
+def _gpu_stack(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.gpu is None or "torch" not in facts.packages:
         return
     if facts.torch_cuda is None:
         yield (
+            "torch",
             f"this machine has a GPU ({facts.gpu}) but torch {facts.packages['torch']} is a build "
             "without CUDA. Install the cluster stack (`make setup STACK=cluster`), or hide the "
-            "GPU to train on the CPU: `export CUDA_VISIBLE_DEVICES=`"
+            "GPU to train on the CPU: `export CUDA_VISIBLE_DEVICES=`",
         )
     elif PLACEHOLDERS in facts.packages:
         yield (
+            PLACEHOLDERS,
             f"{PLACEHOLDERS} is installed on a machine with a GPU ({facts.gpu}): its sgl_kernel "
             f"hides SGLang's real kernels. Run `pip uninstall {PLACEHOLDERS}`, then "
-            "`make setup STACK=cluster`"
+            "`make setup STACK=cluster`",
         )
 
 
@@ -151,7 +170,7 @@ def _name(distribution: Distribution) -> str:
     return (distribution.metadata["Name"] or "").lower().replace("_", "-")
 
 
-def _foreign_apex(installed: Iterable[Distribution]) -> str | None:
+def _foreign_apex(installed: list[Distribution]) -> str | None:
     for distribution in installed:
         if _name(distribution) == "apex":
             files = distribution.files

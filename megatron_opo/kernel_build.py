@@ -43,6 +43,16 @@ def load_cpp(source: Path, flags: list[str]) -> ctypes.CDLL:
     Raises:
         KernelError: there is no C++ compiler, or it fails.
     """
+    command = [*cpp_compiler().split(), *CPP_FLAGS, *flags]
+    return ctypes.CDLL(str(build(source, command)))
+
+
+def cpp_compiler() -> str:
+    """$CXX, or what there is on the PATH.
+
+    Raises:
+        KernelError: there is none.
+    """
     compiler = os.environ.get("CXX") or next(
         (name for name in ("c++", "g++", "clang++") if shutil.which(name)), None
     )
@@ -50,16 +60,36 @@ def load_cpp(source: Path, flags: list[str]) -> ctypes.CDLL:
         raise KernelError(
             "no C++ compiler: looked for c++, g++ and clang++ on the PATH and for $CXX; install one"
         )
-    command = [*compiler.split(), *CPP_FLAGS, *flags]
-    return ctypes.CDLL(str(build(source, command)))
+    return compiler
+
+
+def cuda_compiler() -> str:
+    """nvcc, of $CUDA_HOME, the PATH or /usr/local/cuda.
+
+    Raises:
+        KernelError: there is none.
+    """
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    for home in (*homes, None, "/usr/local/cuda"):
+        path = shutil.which("nvcc" if home is None else f"{home}/bin/nvcc")
+        if path is not None:
+            return path
+    raise KernelError(
+        "no nvcc: looked in $CUDA_HOME/bin, on the PATH and in /usr/local/cuda/bin. Install the "
+        "CUDA toolkit, or use MEGATRON_OPO_KERNEL=triton"
+    )
+
+
+def cache_home() -> Path:
+    """$XDG_CACHE_HOME/megatron_opo or ~/.cache/megatron_opo, whether or not it can be written."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "megatron_opo"
 
 
 @cache
 def cache_directory() -> Path:
-    """$XDG_CACHE_HOME/megatron_opo or ~/.cache/megatron_opo; where neither can be written, a
-    temporary directory of this process."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    directory = Path(base) / "megatron_opo"
+    """`cache_home`; where that cannot be written, a temporary directory of this process."""
+    directory = cache_home()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -19,11 +19,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_opo.cluster import Board, ToldElsewhere, wait_for_all
-from megatron_opo.environment import find_problems, gather_facts, versions
+from megatron_opo.environment import (
+    CLOCK_SECONDS,
+    FREE_GB,
+    find_problems,
+    gather_facts,
+    versions,
+)
 from megatron_opo.errors import ClusterError, UnfitEnvironmentError
 
-CLOCK_SECONDS = 30.0
-FREE_GB = 1.0
 EXCHANGE_MB = 16
 EXCHANGE_SECONDS = 60.0
 FACTS_SECONDS = 300.0

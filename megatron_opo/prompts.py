@@ -98,6 +98,15 @@ def check_tokenizer(tokenizer, vocab_size: int) -> None:
         )
 
 
+def check_template(data: DataConfig, tokenizer) -> None:
+    """Raises DataError: the recipe asks for a chat template that the tokenizer does not have."""
+    if data.apply_chat_template and tokenizer.chat_template is None:
+        raise DataError(
+            "data.apply_chat_template is true but the tokenizer has no chat template: set "
+            "data.apply_chat_template=false to send prompts as plain text"
+        )
+
+
 def load_prompts(
     dataset: DatasetConfig, data: DataConfig, tokenizer, split: str = "train"
 ) -> PromptSet:
@@ -107,16 +116,12 @@ def load_prompts(
         DataError: a file or row that cannot be used, or no row that is short enough.
         RecipeError: a procedural task or an option of it that does not exist.
     """
-    if data.apply_chat_template and tokenizer.chat_template is None:
-        raise DataError(
-            "data.apply_chat_template is true but the tokenizer has no chat template: set "
-            "data.apply_chat_template=false to send prompts as plain text"
-        )
+    check_template(data, tokenizer)
     prompts, overlong = [], []
     read = 0
     for rows in _chunks(read_rows(dataset, split)):
         texts = [render(row, data, tokenizer) for row in rows]
-        for row, text, ids in zip(rows, texts, _tokenize(texts, data, tokenizer), strict=True):
+        for row, text, ids in zip(rows, texts, tokenize(texts, data, tokenizer), strict=True):
             if not ids:
                 raise DataError(f"{row.where}: the prompt {text!r} has no tokens")
             if len(ids) > data.max_prompt_tokens:
@@ -192,7 +197,8 @@ def render(row: Row, data: DataConfig, tokenizer) -> str:
         ) from None
 
 
-def _tokenize(texts: list[str], data: DataConfig, tokenizer) -> list[tuple[int, ...]]:
+def tokenize(texts: list[str], data: DataConfig, tokenizer) -> list[tuple[int, ...]]:
+    """The ids of each text, as a server is given them."""
     plain = not data.apply_chat_template  # a template writes its special tokens itself
     rows = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
     eos = tokenizer.eos_token_id

@@ -73,16 +73,20 @@ def check_files(dataset: DatasetConfig, split: str) -> None:
                 f"data.{split}.files: {path} ends in {path.suffix!r}, must be one of: "
                 f"{', '.join(_READERS)}"
             )
-        if not path.is_file():
+        try:
+            if path.is_file():
+                continue
             what = "is a directory, give the files in it" if path.is_dir() else "does not exist"
-            raise DataError(f"data.{split}.files: {path} {what}")
+        except OSError as error:
+            what = f"cannot be looked at: {error.strerror}"
+        raise DataError(f"data.{split}.files: {path} {what}")
 
 
 def _file_rows(dataset: DatasetConfig, split: str) -> Iterator[Row]:
     check_files(dataset, split)
     for path in map(Path, dataset.files):
         empty = True
-        for where, record in _READERS[path.suffix](path):
+        for where, record in read_records(path):
             empty = False
             yield parse_row(record, where, dataset, split, default_source=path.stem)
         if empty:
@@ -125,6 +129,16 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 _READERS = {".parquet": _parquet_records, ".jsonl": _jsonl_records}
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """The place of each record and what stands there, unchecked. For files that `check_files`
+    accepts.
+
+    Raises:
+        DataError: the file is damaged, after those before that place.
+    """
+    return _READERS[path.suffix](path)
 
 
 def parse_row(

@@ -42,6 +42,9 @@ ALLOWED = {
     "dynamic_sampling": BASE,
     "launch": {"errors", "stop"},
     "plan": {"errors", "model_fit", "recipe", "recipe_file", "weights"},
+    "data": BASE | {"prompts", "recipe_file", "rows"},
+    "doctor": {"environment", "errors", "kernel_build", "model_fit", "plan", "preflight"}
+    | {"recipe", "recipe_file", "rewards", "rows", "runs", "user_code", "weights"},
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
     "node": BASE | {"cluster", "launch", "preflight", "recipe_file", "rollout", "runs"},
@@ -130,6 +133,8 @@ def test_nothing_is_unpickled_but_what_cannot_run_code():
 
 def test_no_deadline_depends_on_the_clock_of_the_wall():
     assert callers("time.time", "datetime.now") == {
+        "doctor/machine.py",  # is the clock right?
+        "doctor/storage.py",  # compares it with a file server's
         "preflight.py",  # compares the nodes' clocks
         "observe/run_log.py",  # writes the time down
         "weights/new_directory.py",  # the age of what a killed process left

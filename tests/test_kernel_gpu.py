@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_opo.advantages import kernel_cuda, kernel_triton
+from megatron_opo.kernel_build import cuda_compiler
 from tests.gpu_binaries import read_cubin
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +77,7 @@ def test_triton_takes_offsets_beyond_two_to_the_31():
 def test_cuda_binaries_have_no_spills_and_128_bit_accesses(tmp_path, architecture):
     path = tmp_path / "kernel.cubin"
     flags = [flag for flag in kernel_cuda.FLAGS if flag.startswith(("-O", "-std"))]
-    command = [kernel_cuda.compiler(), *flags, "-cubin", f"-arch=sm_{architecture}"]
+    command = [cuda_compiler(), *flags, "-cubin", f"-arch=sm_{architecture}"]
     subprocess.run([*command, "-o", path, kernel_cuda.SOURCE], check=True)
     binaries = read_cubin(path)
     kinds = dict.fromkeys(("ragged", "measure", "write"), 0)

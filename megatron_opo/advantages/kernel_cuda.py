@@ -5,36 +5,17 @@ is handed addresses and a stream.
 """
 
 import ctypes
-import os
-import shutil
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from megatron_opo.errors import KernelError
-from megatron_opo.kernel_build import build
+from megatron_opo.kernel_build import build, cuda_compiler
 
 SOURCE = Path(__file__).with_suffix(".cu")
 FLAGS = ["-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC"]
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-def compiler() -> str:
-    """nvcc, of $CUDA_HOME, the PATH or /usr/local/cuda.
-
-    Raises:
-        KernelError: there is none.
-    """
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    for home in (*homes, None, "/usr/local/cuda"):
-        path = shutil.which("nvcc" if home is None else f"{home}/bin/nvcc")
-        if path is not None:
-            return path
-    raise KernelError(
-        "no nvcc: looked in $CUDA_HOME/bin, on the PATH and in /usr/local/cuda/bin. Install the "
-        "CUDA toolkit, or use MEGATRON_OPO_KERNEL=triton"
-    )
 
 
 @cache
@@ -45,7 +26,7 @@ def library(device_index: int) -> ctypes.CDLL:
         KernelError: there is no nvcc, or it fails.
     """
     major, minor = torch.cuda.get_device_capability(device_index)
-    return load(build(SOURCE, [compiler(), *FLAGS, f"-arch=sm_{major}{minor}"]))
+    return load(build(SOURCE, [cuda_compiler(), *FLAGS, f"-arch=sm_{major}{minor}"]))
 
 
 def load(path: Path) -> ctypes.CDLL:

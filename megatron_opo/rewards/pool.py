@@ -5,7 +5,6 @@ and replaces it when there is none. So a sample has exactly one outcome whatever
 and outcomes cannot be swapped: a worker's socket carries one request at a time and dies with it.
 """
 
-import difflib
 import json
 import os
 import queue
@@ -26,9 +25,8 @@ from megatron_opo.batch import Group, Prompt, Sample
 from megatron_opo.errors import RewardError
 from megatron_opo.procedural import child_environment
 from megatron_opo.recipe import RewardConfig
-from megatron_opo.rewards.verifiers import BUILTIN
+from megatron_opo.rewards.verifiers import resolve_function
 from megatron_opo.rewards.worker import REPLY_BYTES
-from megatron_opo.user_code import LoadError, resolve
 
 START_TIMEOUT_S = 300.0
 # A worker that somebody else has killed must not cost a sample; one that its function kills does.
@@ -38,27 +36,6 @@ OUTPUT_BYTES = 2**20
 # What a terminal would act on.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 CLOSED = "the reward pool was closed before the sample was scored"
-
-
-def resolve_function(function: str) -> str:
-    """A built-in's name as it is, a file's path made absolute.
-
-    Raises:
-        RewardError: no such built-in or file.
-    """
-    if ":" not in function:
-        if function in BUILTIN:
-            return function
-        near = difflib.get_close_matches(function, BUILTIN, n=1)
-        hint = f"did you mean `{near[0]}`? " if near else ""
-        raise RewardError(
-            f"reward.function: no verifier is called `{function}`; {hint}allowed: "
-            f"{', '.join(BUILTIN)}, or path/to/file.py:function"
-        )
-    try:
-        return resolve(function)
-    except LoadError as error:
-        raise RewardError(f"reward.function: {error}") from None
 
 
 @dataclass(frozen=True)

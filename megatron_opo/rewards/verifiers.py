@@ -4,12 +4,15 @@ A verifier raises only where the sample cannot be judged (say, an unusable groun
 malformed response is a wrong answer.
 """
 
+import difflib
 import re
 import threading
 from fractions import Fraction
 from typing import Any
 
 from megatron_opo import procedural
+from megatron_opo.errors import RewardError
+from megatron_opo.user_code import LoadError, resolve
 
 NUMBER = re.compile(
     r"""(?:(?<![\d)\]}])[+-])?                # a sign, unless it subtracts: 12-5 ends in 5
@@ -124,3 +127,24 @@ def reasoning_gym(
 
 
 BUILTIN = {f.__name__: f for f in (exact, numeric, math, reasoning_gym)}
+
+
+def resolve_function(function: str) -> str:
+    """A built-in's name as it is, a file's path made absolute.
+
+    Raises:
+        RewardError: no such built-in or file.
+    """
+    if ":" not in function:
+        if function in BUILTIN:
+            return function
+        near = difflib.get_close_matches(function, BUILTIN, n=1)
+        hint = f"did you mean `{near[0]}`? " if near else ""
+        raise RewardError(
+            f"reward.function: no verifier is called `{function}`; {hint}allowed: "
+            f"{', '.join(BUILTIN)}, or path/to/file.py:function"
+        )
+    try:
+        return resolve(function)
+    except LoadError as error:
+        raise RewardError(f"reward.function: {error}") from None
