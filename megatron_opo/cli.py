@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_opo import __version__
+from megatron_opo import compare as compare_command
 from megatron_opo.completion import SHELLS, completion_script
 from megatron_opo.data import command as data_command
 from megatron_opo.doctor import command as doctor_command
@@ -183,6 +184,14 @@ def _parser() -> argparse.ArgumentParser:
         "directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart_cpu"
     )
     report.set_defaults(run=_report)
+
+    compare = commands.add_parser(
+        "compare",
+        help="a recipe under several estimators and seeds",
+        description=compare_command.DESCRIPTION,
+    )
+    compare_command.add_options(compare)
+    compare.set_defaults(run=compare_command.run)
 
     logs = commands.add_parser(
         "logs",
