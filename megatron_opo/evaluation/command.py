@@ -1,0 +1,105 @@
+"""The sub-command `megatron-opo eval`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from megatron_opo.errors import RecipeError
+from megatron_opo.observe.console import Console, summary
+from megatron_opo.recipe_file import load_recipe
+from megatron_opo.stop import StopRequest
+
+DESCRIPTION = (
+    "Sample responses of a checkpoint to every prompt of data.eval and score them: avg@k, pass@j, "
+    "maj@k, response length and truncation, each with its uncertainty. Or compare two such "
+    "evaluations prompt by prompt. Nothing is trained."
+)
+USAGE = """megatron-opo eval RECIPE [section.field=value ...] [--checkpoint DIR_OR_RUN[:STEP]]
+                         [--samples K] [--out DIR] [--json]
+       megatron-opo eval --compare A B [--json]"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = USAGE
+    # One list: argparse would take an optional RECIPE for absent when an option stands before it.
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="RECIPE section.field=value",
+        help="a YAML file, and changes to it",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR_OR_RUN[:STEP]",
+        help="a Hugging Face or Megatron directory, or a run, of which its newest step is taken; "
+        "default: what the recipe starts from",
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="K", help="of each prompt; default: eval.samples_per_prompt"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="for the samples and the summary; default: eval/NAME_OF_CHECKPOINT in the run",
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="two directories written before (--out): is B better?",
+    )
+    parser.add_argument("--json", action="store_true", help="every number, for programs")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Evaluate or compare; the exit code."""
+    return _compare(options) if options.compare else _evaluate(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from megatron_opo.evaluation.compare import compare, comparison_rows, read_evaluation
+
+    if options.overrides or options.checkpoint or options.samples or options.out:
+        raise RecipeError(
+            "--compare reads two evaluations that are there already; drop what else is given "
+            "(only --json goes with it)"
+        )
+    found = compare(*map(read_evaluation, options.compare))
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        summary(comparison_rows(found))
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    if not options.overrides:
+        raise RecipeError("eval: no recipe is given; write megatron-opo eval RECIPE")
+    path, *overrides = options.overrides
+    if options.samples is not None and options.samples < 1:
+        raise RecipeError(f"--samples: {options.samples}; it must be 1 or more")
+    recipe = load_recipe(path, overrides)
+    from megatron_opo.environment import check_environment
+    from megatron_opo.evaluation.run import evaluate
+    from megatron_opo.evaluation.source import find_source
+    from megatron_opo.evaluation.summary import summary_rows
+
+    check_environment()
+    source = find_source(options.checkpoint, recipe)
+    samples = options.samples or recipe.eval.samples_per_prompt
+    out = options.out or source.default_out(recipe)
+    console = Console(0, stream=sys.stderr if options.json else sys.stdout)
+    with StopRequest():  # SIGTERM, too, ends the servers and removes what was converted
+        try:
+            found = evaluate(recipe, source, samples, out, console)
+        finally:
+            console.close()
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        summary(summary_rows(found))
+        print(f"  {out / 'summary.json'} and samples.jsonl have everything")
+    return 0
