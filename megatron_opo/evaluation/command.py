@@ -22,12 +22,9 @@ USAGE = """megatron-opo eval RECIPE [section.field=value ...] [--checkpoint DIR_
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = USAGE
-    # One list: argparse would take an optional RECIPE for absent when an option stands before it.
+    parser.add_argument("recipe", nargs="?", type=Path, help="YAML file; not with --compare")
     parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="RECIPE section.field=value",
-        help="a YAML file, and changes to it",
+        "overrides", nargs="*", metavar="section.field=value", help="changes to the recipe"
     )
     parser.add_argument(
         "--checkpoint",
@@ -62,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from megatron_opo.evaluation.compare import compare, comparison_rows, read_evaluation
 
-    if options.overrides or options.checkpoint or options.samples or options.out:
+    given = (options.recipe, options.overrides, options.checkpoint, options.samples, options.out)
+    if any(given):
         raise RecipeError(
             "--compare reads two evaluations that are there already; drop what else is given "
             "(only --json goes with it)"
@@ -76,12 +74,13 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    if not options.overrides:
+    # argparse takes an optional RECIPE for absent when an option stands before it.
+    words = [*filter(None, [options.recipe]), *options.overrides]
+    if not words:
         raise RecipeError("eval: no recipe is given; write megatron-opo eval RECIPE")
-    path, *overrides = options.overrides
     if options.samples is not None and options.samples < 1:
         raise RecipeError(f"--samples: {options.samples}; it must be 1 or more")
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(words[0], words[1:])
     from megatron_opo.environment import check_environment
     from megatron_opo.evaluation.run import evaluate
     from megatron_opo.evaluation.source import find_source
