@@ -3,17 +3,20 @@
 import itertools
 import json
 import math
+import time
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from servers import perturbed
+from safetensors.torch import save_file
+from servers import DROP, FaultyProxy, perturbed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_opo.batch import Group, Prompt, Sample
@@ -400,79 +403,95 @@ def greedy_text(directory: Path, prompt: str, count: int) -> str:
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def evaluation_of(recipe: Path, *words: str, capsys) -> dict:
+def evaluation_of(recipe: Path, *words: str, capsys) -> tuple[dict, str]:
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(recipe), *words, "--json"])
     shown = capsys.readouterr()
     assert ended.value.code == 0, shown.err
-    return json.loads(shown.out)
+    return json.loads(shown.out), shown.err
 
 
-def test_a_checkpoint_of_a_run_is_given_to_the_servers_and_evaluated(qwen_pool, tmp_path, capsys):
-    start = Path(qwen_pool.model.path)
-    trained = tmp_path / "trained"
-    trained.mkdir()
-    for file in start.iterdir():
+def trained_model(pool, directory: Path) -> Path:
+    """Other weights than those that the pool's servers start with."""
+    directory.mkdir()
+    for file in Path(pool.model.path).iterdir():
         if file.suffix != ".safetensors":
-            (trained / file.name).write_bytes(file.read_bytes())
-    weights = perturbed(load_file(start / "model.safetensors"), seed=3)
-    save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
+            (directory / file.name).write_bytes(file.read_bytes())
+    weights = perturbed(pool.weights(), seed=3)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def write_recipe(pool, directory: Path, answers: dict[str, str]) -> Path:
+    rows = [json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in answers.items()]
+    (directory / "eval.jsonl").write_text("".join(rows))
+    recipe = {
+        "name": "mine",
+        "model": {"path": pool.model.path, "dtype": "float32"},
+        "data": {
+            "train": {"files": ["not_needed.jsonl"]},
+            "eval": {"files": [str(directory / "eval.jsonl")]},
+            "apply_chat_template": False,
+            "max_prompt_tokens": 16,
+        },
+        "reward": {"function": "exact", "workers": 1},
+        "rollout": {
+            "urls": [server.url for server in pool.servers],
+            "max_response_tokens": 6,
+            "health_every_s": 0.5,
+            "health_timeout_s": 1.0,
+        },
+        "eval": {"temperature": 0.0},
+    }
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return directory / "recipe.yaml"
+
+
+def silent_for_a_while() -> Callable[[str, dict], Any]:
+    """From the first sample on, for longer than health_timeout_s."""
+    began: list[float] = []
+
+    def plan(path: str, _: dict) -> Any:
+        if began:
+            return DROP if time.monotonic() < began[0] + 3 else None
+        if path == "/generate":
+            began.append(time.monotonic())
+        return None
+
+    return plan
+
+
+def test_a_checkpoint_is_given_to_servers_again_and_again(qwen_pool, tmp_path, capsys):
+    """Of a run, converted; and as it is, by a server that is lost meanwhile."""
+    start, trained = Path(qwen_pool.model.path), trained_model(qwen_pool, tmp_path / "trained")
     run = tmp_path / "run"
     saved = run / "checkpoints" / "step_3"
     saved.parent.mkdir(parents=True)
     save_megatron(saved, trained)
     state = {"recipe": {"model": {"path": str(start)}}}
     (saved / "state.json").write_text(json.dumps(state))
-
     questions = ["1+1=", "20+3=", "name: "]
-    right = greedy_text(trained, questions[0], 6)
-    data = tmp_path / "eval.jsonl"
-    answers = [right, "wrong", "wrong"]
-    data.write_text(
-        "".join(
-            json.dumps({"prompt": q, "answer": a}) + "\n"
-            for q, a in zip(questions, answers, strict=True)
-        )
-    )
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        yaml.safe_dump(
-            {
-                "name": "mine",
-                "model": {"path": str(start), "dtype": "float32"},
-                "data": {
-                    "train": {"files": ["not_needed.jsonl"]},
-                    "eval": {"files": [str(data)]},
-                    "apply_chat_template": False,
-                    "max_prompt_tokens": 16,
-                },
-                "reward": {"function": "exact", "workers": 1},
-                "rollout": {
-                    "urls": [server.url for server in qwen_pool.servers],
-                    "max_response_tokens": 6,
-                },
-                "eval": {"temperature": 0.0},
-            }
-        )
-    )
+    said = [greedy_text(trained, question, 6) for question in questions]
+    assert said != [greedy_text(start, question, 6) for question in questions]
+    recipe = write_recipe(qwen_pool, tmp_path, dict.fromkeys(questions, "no") | {"1+1=": said[0]})
+    proxy = FaultyProxy(qwen_pool.servers[0].url, plan=silent_for_a_while())
+    out, other = run / "eval" / "step_3", tmp_path / "other"
+    words = ["--checkpoint", str(trained), "--samples", "2", "--out", str(other)]
     try:
-        found = evaluation_of(recipe, "--checkpoint", str(run), "--samples", "2", capsys=capsys)
-        again = evaluation_of(
-            recipe, "--checkpoint", str(trained), "--samples", "2", "--out", str(tmp_path / "b"),
-            capsys=capsys,
-        )  # fmt: skip
+        found, _ = evaluation_of(recipe, "--checkpoint", str(run), "--samples", "2", capsys=capsys)
+        with proxy:
+            words.append(f"rollout.urls=[{proxy.url}]")
+            again, told = evaluation_of(recipe, *words, capsys=capsys)
     finally:
         qwen_pool.rollout().sync(iter(qwen_pool.weights().items()), qwen_pool.version)
-    out = run / "eval" / "step_3"
     assert json.loads((out / "summary.json").read_text()) == found
     assert {path.name for path in out.iterdir()} == {"recipe.yaml", "samples.jsonl", "summary.json"}
     lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    said = [greedy_text(trained, question, 6) for question in questions for _ in range(2)]
-    assert [line["response"] for line in lines] == said
-    assert said != [greedy_text(start, question, 6) for question in questions for _ in range(2)]
+    assert [line["response"] for line in lines] == [text for text in said for _ in range(2)]
     values = {name: metric["value"] for name, metric in found["metrics"].items()}
     assert values["avg@2"] == values["pass@2"] == values["maj@2"] == pytest.approx(1 / 3)
     assert found["metrics"]["avg@2"]["interval"] == "wilson"
+    assert "Sampling goes on when a server has been given the weights" in told
     assert again["metrics"] == found["metrics"]
-    same = compare(read_evaluation(out), read_evaluation(tmp_path / "b"))
+    same = compare(read_evaluation(out), read_evaluation(other))
     assert (same["ties"], same["settings_that_differ"]) == (3, {})

@@ -1,6 +1,7 @@
 """Samples of a checkpoint, scored: servers and reward workers, and no trainer."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,8 @@ from megatron_opo.rows import check_files
 
 # What servers call the weights; launched ones call those they start with so, too.
 VERSION = 0
+# Below --out: weights on their way to servers by disk.
+SYNC = "sync"
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,7 @@ def evaluate(
     make_out(out)
     start = time.monotonic()
     with ExitStack() as held:
-        with phase(console, "convert"):
-            directory = held.enter_context(hugging_face(source, recipe, out))
+        directory = held.enter_context(hugging_face(source, recipe, out))
         recipe = as_evaluated(recipe, directory, samples)
         groups = _sample_and_score(recipe, source, out, console)
     # Before anything can go wrong with them: they may have taken hours.
@@ -124,7 +126,7 @@ def _sample_and_score(recipe: Recipe, source: Source, out: Path, console: Consol
         console.line(summary_text(_rows(recipe, source, prompts, out)))
         rewards.wait_ready()
         rollout = _rollout(recipe, servers, out, device, console)
-        # Which also removes what weights were sent by.
+        held.callback(shutil.rmtree, out / SYNC, ignore_errors=True)
         held.callback(rollout.close)
         with phase(console, "servers"):
             wait_healthy(
@@ -146,7 +148,7 @@ def _rollout(
         recipe.rollout,
         recipe.sync.model_copy(update={"transport": transport}),
         recipe.model,
-        disk_dir=out / "sync",
+        disk_dir=out / SYNC,
         seed=recipe.seed if recipe.rollout.is_deterministic(device) else None,
         device=device,
         warn=console.warn,
