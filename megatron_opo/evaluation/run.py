@@ -65,12 +65,13 @@ def evaluate(
         LogError: `out` holds an evaluation already, or cannot be written.
         OpoError: of the part that failed: recipe, data, reward function, checkpoint or servers.
     """
-    recipe = as_evaluated(recipe, source.path, samples)
+    given, recipe = recipe, as_evaluated(recipe, source.path, samples)
     assert recipe.data.eval is not None
     check_files(recipe.data.eval, "eval")
     if recipe.rollout.function is not None:
         find_function(recipe.rollout.function)
     make_out(out)
+    replace_text(out / "recipe.yaml", dump_recipe(given))
     start = time.monotonic()
     with ExitStack() as held:
         directory = held.enter_context(hugging_face(source, recipe, out))
@@ -78,7 +79,9 @@ def evaluate(
         groups = _sample_and_score(recipe, source, out, console)
     # Before anything can go wrong with them: they may have taken hours.
     write_samples(out, groups, recipe.reward)
-    summary = summarize(groups, estimates(groups, recipe.reward), recipe, source.path)
+    with phase(console, "intervals"):
+        found = estimates(groups, recipe.reward)
+    summary = summarize(groups, found, recipe, source.path)
     summary["seconds"] = round(time.monotonic() - start, 1)
     replace_text(out / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
@@ -122,7 +125,6 @@ def _sample_and_score(recipe: Recipe, source: Source, out: Path, console: Consol
         play = None
         if recipe.rollout.function is not None:
             play = load_play(recipe.rollout.function, recipe.rollout.function_timeout_s, tokenizer)
-        replace_text(out / "recipe.yaml", dump_recipe(recipe))
         console.line(summary_text(_rows(recipe, source, prompts, out)))
         rewards.wait_ready()
         rollout = _rollout(recipe, servers, out, device, console)
