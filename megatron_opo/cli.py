@@ -22,6 +22,7 @@ from megatron_opo.completion import SHELLS, completion_script
 from megatron_opo.data import command as data_command
 from megatron_opo.doctor import command as doctor_command
 from megatron_opo.errors import LogError, OpoError, RecipeError
+from megatron_opo.evaluation import command as eval_command
 from megatron_opo.import_verl import command as verl_command
 from megatron_opo.model_fit import check_model
 from megatron_opo.plan import command as plan_command
@@ -178,6 +179,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     data_command.add_options(data)
     data.set_defaults(run=data_command.run)
+
+    evaluation = commands.add_parser(
+        "eval",
+        help="evaluate a checkpoint, or compare two evaluations",
+        description=eval_command.DESCRIPTION,
+    )
+    eval_command.add_options(evaluation)
+    evaluation.set_defaults(run=eval_command.run)
 
     report = commands.add_parser("report", help="write report.html of a run")
     report.add_argument(

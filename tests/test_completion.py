@@ -43,7 +43,7 @@ def test_commands_and_options_are_completed(script):
     assert press_tab(script, "nonsense", "x") == [""]
 
 
-@pytest.mark.parametrize("command", ["train", "launch", "plan"])
+@pytest.mark.parametrize("command", ["train", "launch", "plan", "eval"])
 def test_fields_of_a_recipe_are_completed_and_wait_for_their_value(script, command):
     found = press_tab(script, command, "x.yaml", "optimizer.")
     assert found[0] == "no space behind:"

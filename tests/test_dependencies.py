@@ -65,6 +65,9 @@ ALLOWED = {
     "rollout_only": BASE
     | {"advantages", "checkpoint_files", "collect", "desk", "early"}
     | {"model_fit", "observe", "replay"},
+    "evaluation": BASE
+    | {"checkpoint_source", "convert", "environment", "model_fit", "observe", "prompts"}
+    | {"recipe_file", "rewards", "rollout", "rows", "runs", "stop", "weights"},
 }
 ONLY_IN = {"megatron": {"actor", "weights"}, "sglang": {"sglang_plugin"}}
 

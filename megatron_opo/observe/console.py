@@ -96,7 +96,8 @@ class _Live:
 
 
 class Console:
-    """Prints lines, and on a TTY keeps live progress below them until `close`."""
+    """Prints lines, and on a TTY keeps live progress below them until `close`: of the steps, unless
+    there are to be 0, and of the phase that goes on."""
 
     def __init__(self, total_steps: int, *, quiet: bool = False, stream: TextIO | None = None):
         self.quiet = quiet
@@ -173,5 +174,11 @@ class Console:
             transient=True,
             refresh_per_second=4,
         )
-        run = progress.add_task("", total=self.total_steps, completed=self.steps_done, detail="")
+        run = progress.add_task(
+            "",
+            total=self.total_steps,
+            completed=self.steps_done,
+            detail="",
+            visible=self.total_steps > 0,
+        )
         return _Live(progress, run, phase=progress.add_task("", total=None, detail=""))

@@ -5,7 +5,7 @@ from math import comb
 
 import torch
 
-from megatron_opo.batch import Group, PackedBatch
+from megatron_opo.batch import Group, PackedBatch, Sample
 
 CORRECT_REWARD = 1.0
 
@@ -83,10 +83,9 @@ def eval_metrics(groups: list[Group]) -> dict[str, float]:
         raise ValueError("an evaluation needs at least one sample of each of its prompts")
     samples = [sample for group in groups for sample in group.samples]
     k = min(len(group.samples) for group in groups)
-    tries = [1 << i for i in range(k.bit_length())]
-    metrics = {f"eval/avg@{k}": _mean([_mean_reward(group) for group in groups])}
-    for j in [*tries, k] if k not in tries else tries:
-        metrics[f"eval/pass@{j}"] = _mean([_pass_at(group, j) for group in groups])
+    metrics = {f"eval/avg@{k}": _mean([mean_reward(group) for group in groups])}
+    for j in tries_of(k):
+        metrics[f"eval/pass@{j}"] = _mean([pass_at(group, j) for group in groups])
     lengths = torch.tensor([sample.length for sample in samples], dtype=torch.float64)
     truncated = sum(sample.finish_reason == "length" for sample in samples)
     return {
@@ -132,11 +131,22 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _mean_reward(group: Group) -> float:
+def tries_of(k: int) -> list[int]:
+    """The j of pass@j that k samples are described by: 1, 2, 4, ... and k."""
+    return sorted({1 << i for i in range(k.bit_length())} | {k})
+
+
+def mean_reward(group: Group) -> float:
+    """Over all samples; one that could not be scored has 0."""
     return _mean([0.0 if s.reward is None else s.reward for s in group.samples])
 
 
-def _pass_at(group: Group, tries: int) -> float:
+def is_correct(sample: Sample) -> bool:
+    return sample.reward is not None and sample.reward >= CORRECT_REWARD
+
+
+def pass_at(group: Group, tries: int) -> float:
+    """The unbiased estimate of the chance that one of so many samples is correct."""
     total = len(group.samples)
-    wrong = sum(s.reward is None or s.reward < CORRECT_REWARD for s in group.samples)
+    wrong = total - sum(map(is_correct, group.samples))
     return 1 - comb(wrong, tries) / comb(total, tries)

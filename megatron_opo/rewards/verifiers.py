@@ -25,7 +25,7 @@ LATEX_FRACTION = re.compile(r"\\[dt]?frac\{\s*([+-]?\d+)\s*\}\{\s*(\d+)\s*\}")
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def _last_match(pattern: re.Pattern[str] | str, text: str) -> str | None:
+def last_match(pattern: re.Pattern[str] | str, text: str) -> str | None:
     """Group 1 (the whole match, without groups) of the last match, stripped."""
     match = None
     for match in re.finditer(pattern, text):  # noqa: B007
@@ -46,7 +46,7 @@ def exact(
     in the response (its group 1, if it has one) is compared, and none at all is wrong."""
     if isinstance(ground_truth, list | dict) or ground_truth is None:
         raise ValueError(f"the ground truth of `exact` must be text, got {ground_truth!r}")
-    answer = solution_str.strip() if extract is None else _last_match(extract, solution_str)
+    answer = solution_str.strip() if extract is None else last_match(extract, solution_str)
     return float(answer == str(ground_truth).strip())
 
 
@@ -57,7 +57,7 @@ def last_number(text: str) -> Fraction | None:
     """
     text = text.replace("\u2212", "-").replace("{,}", ",")
     text = LATEX_FRACTION.sub(r"\1/\2", text)
-    found = _last_match(NUMBER, text)
+    found = last_match(NUMBER, text)
     if found is None:
         return None
     numerator, _, denominator = found.replace(",", "").partition("/")
@@ -115,9 +115,9 @@ def reasoning_gym(
             f"(data.train.procedural), this one is of {data_source!r}"
         )
     if extract is not None:
-        answer = _last_match(extract, solution_str)
+        answer = last_match(extract, solution_str)
     else:
-        tagged = _last_match(ANSWER_TAG, solution_str)
+        tagged = last_match(ANSWER_TAG, solution_str)
         answer = solution_str.strip() if tagged is None else tagged
     dataset, entry = procedural.rebuild(extra_info, ground_truth)
     try:
