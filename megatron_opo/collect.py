@@ -62,9 +62,10 @@ def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version:
     with desk.log.phase("log"):
         subtracted = baselines(batch, desk.recipe.algorithm.estimator)
         metrics = rollout_metrics(groups, batch, subtracted) | desk.rollout_metrics() | metrics
-        advantages = torch.full((sum(len(g.samples) for g in groups),), torch.nan).double()
-        advantages[batch.sample_ids] = batch.mean_advantages
-        desk.log.samples(version + 1, groups, _per_group(advantages, groups))
+        per_sample = torch.full((2, sum(len(g.samples) for g in groups)), torch.nan).double()
+        per_sample[:, batch.sample_ids] = torch.stack([batch.mean_advantages, subtracted])
+        advantages, baseline = (_per_group(values, groups) for values in per_sample)
+        desk.log.samples(version + 1, groups, advantages, baselines=baseline)
         keep_if_due(desk, batch, version)
     desk.log.step(version + 1, metrics, batch.tokens.numel())
 

@@ -207,19 +207,19 @@ def test_kept_groups_fit_the_limit(rewards, limit, kind):
 def test_samples_file_tells_all_about_each_response(tmp_path):
     group = make_group("a", [2, 4], [1.0, None], finish=["stop", "length"])
     with open_log(tmp_path, samples_per_step=2) as log:
-        log.samples(17, [group], [[0.5, math.nan]])
+        log.samples(17, [group], [[0.5, math.nan]], baselines=[[0.25, math.nan]])
         log.samples(20, [group], kind="eval")
     lines = (tmp_path / "samples" / "step_000017.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {
             "step": 17, "group_id": "a", "index": 0, "prompt": "question a",
             "response": "a says 0", "ground_truth": "42", "reward": 1.0, "advantage": 0.5,
-            "length": 2, "finish_reason": "stop", "logprob": -0.5, "reward_error": None,
+            "baseline": 0.25, "length": 2, "finish_reason": "stop", "logprob": -0.5, "reward_error": None,
         },
         {
             "step": 17, "group_id": "a", "index": 1, "prompt": "question a",
             "response": "a says 1", "ground_truth": "42", "reward": None, "advantage": None,
-            "length": 4, "finish_reason": "length", "logprob": -1.0,
+            "baseline": None, "length": 4, "finish_reason": "length", "logprob": -1.0,
             "reward_error": "no number found",
         },
     ]  # fmt: skip

@@ -1,3 +1,5 @@
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -116,6 +118,22 @@ def report(path):
     return text, Page(text)
 
 
+def found_in(page):
+    """What the browser of samples looks through: (kind, step) to groups."""
+    found: dict[tuple[str, int], list] = {}
+    for group in json.loads(page.texts["script"][0])["groups"]:
+        found.setdefault((group["kind"], group["step"]), []).append(group)
+    return found
+
+
+def test_only_the_scripts_of_the_page_itself_may_run(tmp_path):
+    _, page = report(full_run(tmp_path))
+    (policy,) = [v for _, v in page.attributes if v and v.startswith("default-src")]
+    digest = base64.b64encode(hashlib.sha256(page.texts["script"][1].encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}'; ")
+    assert "connect-src" not in policy, "this page asks nobody"
+
+
 def test_a_finished_run_has_every_section_and_headline(tmp_path):
     text, page = report(full_run(tmp_path))
     sections = {"headline", "curves", "samples", "details", "metrics", "recipe", "versions"}
@@ -140,9 +158,14 @@ def test_a_finished_run_has_every_section_and_headline(tmp_path):
 
 def test_the_page_needs_nothing_from_elsewhere(tmp_path):
     text, page = report(full_run(tmp_path))
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert not {"link", "img", "iframe"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset")]
-    assert "http" not in text and "url(" not in text and "@import" not in text
+    assert (
+        "http:" not in text
+        and "https:" not in text
+        and "url(" not in text
+        and "@import" not in text
+    )
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
 
 
@@ -161,10 +184,16 @@ def test_all_text_of_models_and_data_is_shown_and_never_run(tmp_path):
         [train_record(1, **{HOSTILE: 1.0}), eval_record(1, **{"eval/avg@1": 0.5})],
     )
     text, page = report(tmp_path)
-    assert not {"script", "img"} & set(page.tags)
+    assert "img" not in page.tags
+    assert page.tags.count("script") == 2, "the data of the browser, and its own code"
+    assert set(found_in(page)) == {("train", 1), ("train", 12), ("eval", 0), ("eval", 12)}
+    (group,) = found_in(page)["train", 12]
+    assert group["truth"] == json.dumps({"x": HOSTILE}) and "<" not in page.texts["script"][0]
     assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert group["prompt"] == group["members"][0]["text"] == group["members"][0]["error"]
     visible = HOSTILE.replace("\x1b", "\u241b").replace("\x00", "\u2400")
     assert page.texts["pre"].count(visible) >= 4, "shown as it is, prompt and response"
+    assert group["prompt"] == visible
     assert "\x1b" not in text and "\x00" not in text
 
 
@@ -175,10 +204,11 @@ def test_half_a_character_and_a_huge_response_are_shown(tmp_path):
         sample(12, 1, response="y" * 9000),
     ]
     write_lines(tmp_path / "samples" / "step_000012.jsonl", records)
-    text, _ = report(tmp_path)
+    text, page = report(tmp_path)
     assert "? lost" in text
-    assert "y" * 6000 in text and "y" * 6001 not in text
-    assert "[... 3,000 more characters]" in text
+    cut = "y" * 4000 + "\n[... 3,000 characters left out ...]\n" + "y" * 2000
+    assert cut in text and "y" * 4001 not in text
+    assert found_in(page)["train", 12][0]["members"][1]["text"] == cut
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
