@@ -214,7 +214,8 @@ def test_samples_file_tells_all_about_each_response(tmp_path):
         {
             "step": 17, "group_id": "a", "index": 0, "prompt": "question a",
             "response": "a says 0", "ground_truth": "42", "reward": 1.0, "advantage": 0.5,
-            "baseline": 0.25, "length": 2, "finish_reason": "stop", "logprob": -0.5, "reward_error": None,
+            "baseline": 0.25, "length": 2, "finish_reason": "stop", "logprob": -0.5,
+            "reward_error": None,
         },
         {
             "step": 17, "group_id": "a", "index": 1, "prompt": "question a",

@@ -13,12 +13,14 @@ HEAD, TAIL = 4000, 2000
 VISIBLE_CONTROLS = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {127: 0x2421}
 # Bytes of JSON that the browser of samples may add to a page, over all of its runs.
 BROWSER_BYTES = 2_500_000
-# A name in the samples file, and what the page calls it.
-TOKEN_VALUES = {
-    "token_logprobs": "logprob",
-    "token_entropies": "entropy",
-    "token_gaps": "gap",
-}
+# A name in the samples file, what the page calls it, and the value with half of the full colour.
+TOKEN_VALUES = (
+    ("token_logprobs", "logprob", 1.5),
+    ("token_entropies", "entropy", 1.0),
+    ("token_gaps", "gap", 1e-4),
+)
+# A value takes one character of a page: a share of the full colour, or "." for none.
+LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 
 
 def eval_comparisons(run_path: Path) -> dict[str, Any] | None:
@@ -126,7 +128,15 @@ def browser_data(runs: list[tuple[str, Path]], budget: int = BROWSER_BYTES) -> d
             groups += of_file
     groups.sort(key=lambda group: (group["run"], group["step"], group["kind"]))
     names = [name for name, _ in runs]
-    return {"runs": names, "groups": groups, "files": files, "files_shown": files_shown}
+    halves = {name: half for _, name, half in TOKEN_VALUES}
+    return {
+        "runs": names,
+        "levels": LEVELS,
+        "halves": halves,
+        "groups": groups,
+        "files": files,
+        "files_shown": files_shown,
+    }
 
 
 def _spread(items: list) -> Iterator:
@@ -171,12 +181,12 @@ def _member(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(record: dict[str, Any], length: int) -> dict[str, Any]:
-    """Pieces of the shown text: `chars`, how long each is, and one value each of what there is.
-    What is cut out of a long text is one piece without a value."""
+    """Pieces of the shown text: `chars`, how long each is, and a string of levels, one for each
+    piece, of every value there is. What is cut out of a long text is one piece without any."""
     chars = record["token_chars"]
     values = {
-        name: record[key]
-        for key, name in TOKEN_VALUES.items()
+        name: "".join(_level(value, half) for value in record[key])
+        for key, name, half in TOKEN_VALUES
         if isinstance(record.get(key), list) and len(record[key]) == len(chars)
     }
     if length <= HEAD + TAIL:
@@ -196,7 +206,13 @@ def _tokens(record: dict[str, Any], length: int) -> dict[str, Any]:
             sizes.append(in_head or in_tail)
             kept.append(token)
     spread = {
-        name: [None if token is None else of_tokens[token] for token in kept]
+        name: "".join("." if token is None else of_tokens[token] for token in kept)
         for name, of_tokens in values.items()
     }
     return {"chars": sizes, **spread}
+
+
+def _level(value: float | None, half: float) -> str:
+    if value is None:
+        return "."
+    return LEVELS[int(len(LEVELS) * abs(value) / (abs(value) + half))]

@@ -25,7 +25,15 @@ from megatron_opo.observe.files import (
     to_json_line,
     writing,
 )
-from megatron_opo.observe.samples import Decode, Kind, Values, finite, list_samples, write_samples
+from megatron_opo.observe.samples import (
+    Decode,
+    Kind,
+    TokenValues,
+    Values,
+    finite,
+    list_samples,
+    write_samples,
+)
 from megatron_opo.spans import Spans
 
 # The phase that the first step begins with; what is before it is the start of the run.
@@ -215,16 +223,17 @@ class RunLog:
         advantages: Values | None = None,
         kind: Kind = "train",
         baselines: Values | None = None,
+        token_values: TokenValues | None = None,
     ) -> None:
         """Keep whole groups of a step, up to `samples_per_step` samples.
 
         `advantages` and `baselines` run parallel to the groups and their samples; None or NaN
-        stands for a sample that does not train.
+        stands for a sample that does not train; `token_values` tells of each token.
         """
         limit = self.samples_per_step
         write_samples(
             self.run_path, step, groups, advantages, kind, limit,
-            baselines=baselines, decode=self.decode,
+            baselines=baselines, decode=self.decode, token_values=token_values,
         )  # fmt: skip
 
     def close(self, failed: bool = False) -> None:

@@ -9,8 +9,6 @@
   const list = document.getElementById("groups");
   const more = document.getElementById("more");
   const PAGE = 8;
-  // Where a value of a token has half of its colour, in nats.
-  const HALF = { logprob: 1.5, entropy: 1.5, gap: 1e-3 };
   let matching = [];
   let drawn = 0;
 
@@ -30,7 +28,7 @@
   }
 
   const steps = [...new Set(data.groups.map((group) => group.step))].sort((a, b) => a - b);
-  const colors = Object.keys(HALF).filter((name) =>
+  const colors = Object.keys(data.halves).filter((name) =>
     data.groups.some((group) => group.members.some((member) => member[name])));
   options(form.elements.run, [["", "all"], ...data.runs.map((name, i) => [String(i), name])]);
   options(form.elements.step, [["", "all"], ...steps.map((step) => [String(step), String(step)])]);
@@ -173,14 +171,15 @@
     member.chars.forEach((size, i) => {
       const piece = characters.slice(from, from + size).join("");
       from += size;
-      const value = member[name][i];
+      const level = data.levels.indexOf(member[name][i]);
       if (!piece) return;
       const node = make("span", "", piece);
-      if (value !== null) {
-        const distance = Math.abs(value);
-        const share = Math.round((100 * distance) / (distance + HALF[name]));
-        node.style.backgroundColor = `color-mix(in srgb, var(--heat) ${share}%, transparent)`;
-        node.title = `${name} ${value}`;
+      if (level >= 0) {
+        const share = level / data.levels.length;
+        const value = (data.halves[name] * share) / (1 - share);
+        const percent = Math.round(100 * share);
+        node.style.backgroundColor = `color-mix(in srgb, var(--heat) ${percent}%, transparent)`;
+        node.title = `${name} about ${short(name === "logprob" ? -value : value)}`;
       }
       nodes.push(node);
     });

@@ -13,6 +13,10 @@ Kind = Literal["train", "eval"]
 Decode = Callable[[tuple[int, ...]], str]
 # A number for each sample of each group.
 Values = Sequence[Sequence[float | None]]
+# What the trainer says of each token of a response, by name; {} of a response it did not see.
+TokenValues = Callable[[Sample], dict[str, list[float]]]
+# Of longer responses no values of tokens are kept: they would be most of what a run writes.
+MOST_TOKENS_WITH_VALUES = 4096
 # A character may take four tokens of one byte each.
 MOST_TOKENS_OF_A_CHARACTER = 4
 
@@ -61,11 +65,13 @@ def sample_record(
     advantage: float | None,
     baseline: float | None = None,
     decode: Decode | None = None,
+    token_values: TokenValues | None = None,
 ) -> dict[str, Any]:
     """One line of a samples file. `logprob` is the sum over the response's tokens, in nats.
 
-    With `decode` also `token_chars`, how many characters of the response each token adds, and
-    `token_logprobs`, null where the policy did not sample; not where the tokens, decoded one by
+    With `decode` also `token_chars`, how many characters of the response each token adds,
+    `token_logprobs`, and what `token_values` says, null where the policy did not sample. Not of
+    responses of more than MOST_TOKENS_WITH_VALUES tokens, nor where the tokens, decoded one by
     one, do not add up to the response.
     """
     record = {
@@ -83,13 +89,23 @@ def sample_record(
         "logprob": finite(sum(sample.logprobs)),
         "reward_error": sample.reward_error,
     }
-    chars = token_chars(sample, decode) if decode else None
+    short = len(sample.response_ids) <= MOST_TOKENS_WITH_VALUES
+    chars = token_chars(sample, decode) if decode and short else None
     if chars is not None:
-        own = sample.loss_mask or (True,) * len(chars)
-        values = [finite(x) if mine else None for x, mine in zip(sample.logprobs, own, strict=True)]
         record["token_chars"] = chars
-        record["token_logprobs"] = [None if x is None else round(x, 3) for x in values]
+        values = {"token_logprobs": sample.logprobs}
+        values |= token_values(sample) if token_values else {}
+        own = sample.loss_mask or (True,) * len(chars)
+        for name, of_tokens in values.items():
+            record[name] = [
+                _rounded(x) if mine else None for x, mine in zip(of_tokens, own, strict=True)
+            ]
     return record
+
+
+def _rounded(value: float) -> float | None:
+    """Three digits tell enough for a colour, and make up most of the file."""
+    return float(f"{value:.2e}") if math.isfinite(value) else None
 
 
 def token_chars(sample: Sample, decode: Decode) -> list[int] | None:
@@ -131,11 +147,12 @@ def write_samples(
     *,
     baselines: Values | None = None,
     decode: Decode | None = None,
+    token_values: TokenValues | None = None,
 ) -> Path | None:
     """Keep the telling groups of a step; None when `limit` is 0.
 
     `advantages` and `baselines` run parallel to the groups and their samples; None (or NaN)
-    stands for a sample that does not train. `decode`: see `sample_record`.
+    stands for a sample that does not train. `decode`, `token_values`: see `sample_record`.
     """
     lines = []
     for index in choose_groups(groups, limit, kind):
@@ -144,7 +161,7 @@ def write_samples(
         ours = advantages[index] if advantages is not None else nothing
         subtracted = baselines[index] if baselines is not None else nothing
         for sample, advantage, baseline in zip(group.samples, ours, subtracted, strict=True):
-            record = sample_record(step, group, sample, advantage, baseline, decode)
+            record = sample_record(step, group, sample, advantage, baseline, decode, token_values)
             lines.append(to_json_line(record))
     if not lines:
         return None
