@@ -21,6 +21,7 @@ from megatron_opo.observe.charts import (
     ticks,
 )
 from megatron_opo.observe.report import write_report
+from megatron_opo.observe.report_samples import browser_data, member_of
 
 VOID = {"meta", "line", "rect", "circle", "polyline", "br", "img", "link", "input"}
 HOSTILE = '</pre><script>alert("x")</script><img src=x onerror=alert(1)>&amp; \x1b[31m\x00'
@@ -209,6 +210,63 @@ def test_half_a_character_and_a_huge_response_are_shown(tmp_path):
     cut = "y" * 4000 + "\n[... 3,000 characters left out ...]\n" + "y" * 2000
     assert cut in text and "y" * 4001 not in text
     assert found_in(page)["train", 12][0]["members"][1]["text"] == cut
+
+
+def test_tokens_carry_levels_of_their_values(tmp_path):
+    full_run(tmp_path)
+    token = {"token_chars": [1, 2, 0], "token_logprobs": [0.0, -1.5, None],
+             "token_gaps": [1e-4, 0.0, 3e-4]}  # fmt: skip
+    records = [
+        sample(12, 0, response="a\U0001f600b", **token),
+        sample(12, 1, response="other text", **token),
+    ]
+    write_lines(tmp_path / "samples" / "step_000012.jsonl", records)
+    _, page = report(tmp_path)
+    data = json.loads(page.texts["script"][0])
+    assert data["halves"] == {"logprob": 1.5, "entropy": 1.0, "gap": 1e-4}
+    first, second = found_in(page)["train", 12][0]["members"]
+    assert "chars" not in second, "they do not make its text"
+    assert first["chars"] == [1, 2, 0] and "entropy" not in first
+    # At its half a value has half of the 64 levels, at three times that three quarters.
+    levels = data["levels"]
+    assert first["logprob"] == levels[0] + levels[32] + "."
+    assert first["gap"] == levels[32] + levels[0] + levels[48]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=40))
+def test_pieces_make_the_shown_text_also_where_it_is_cut(sizes):
+    text = "".join(chr(97 + i % 26) * size for i, size in enumerate(sizes))
+    member = member_of(
+        {"response": text, "token_chars": sizes, "token_logprobs": [-0.5] * len(sizes)}
+    )
+    assert sum(member["chars"]) == len(member["text"])
+    assert len(member["logprob"]) == len(member["chars"])
+    place, letters = 0, []
+    for size, level in zip(member["chars"], member["logprob"], strict=True):
+        piece = member["text"][place : place + size]
+        place += size
+        if level == ".":
+            letters.append("cut")
+            assert piece == f"\n[... {len(text) - 6000:,} characters left out ...]\n"
+        else:
+            assert len(set(piece)) <= 1, "a piece is of one token"
+            letters.append("")
+    assert letters.count("cut") == (len(text) > 6000)
+
+
+def test_a_long_run_has_a_small_report_with_samples_from_all_of_it(tmp_path):
+    full_run(tmp_path, steps=30)
+    for step in range(1, 31):
+        group = [sample(step, i, response="z" * 500) for i in range(4)]
+        write_lines(tmp_path / "samples" / f"step_{step:06d}.jsonl", group)
+    everything = browser_data([("demo", tmp_path)])
+    assert everything["files"] == everything["files_shown"] == 32
+    some = browser_data([("demo", tmp_path)], budget=20_000)
+    assert len(json.dumps(some)) < 21_000
+    steps = sorted({group["step"] for group in some["groups"]})
+    assert 4 < some["files_shown"] < 12 and {0, 30} < set(steps)
+    assert max(b - a for a, b in pairwise(steps)) <= 8, "spread evenly"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

@@ -161,11 +161,11 @@ def _group(place: int, kind: str, step: int, records: list[dict[str, Any]]) -> d
         "step": step,
         "prompt": shown(first.get("prompt")),
         "truth": shown(first.get("ground_truth")),
-        "members": [_member(record) for record in records],
+        "members": [member_of(record) for record in records],
     }
 
 
-def _member(record: dict[str, Any]) -> dict[str, Any]:
+def member_of(record: dict[str, Any]) -> dict[str, Any]:
     names = ("reward", "advantage", "baseline", "length", "index")
     member = {name: record[name] for name in names if record.get(name) is not None}
     text = record.get("response")

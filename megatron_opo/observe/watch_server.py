@@ -68,7 +68,7 @@ def serving(run_path: Path, port: int) -> Iterator[str]:
             "for any that is free"
         ) from error
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, name="watch", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
     thread.start()
     try:
         yield f"http://{HOST}:{server.server_address[1]}/"
