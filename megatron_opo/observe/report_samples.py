@@ -127,7 +127,7 @@ def browser_data(runs: list[tuple[str, Path]], budget: int = BROWSER_BYTES) -> d
             files_shown += 1
             groups += of_file
     groups.sort(key=lambda group: (group["run"], group["step"], group["kind"]))
-    names = [name for name, _ in runs]
+    names = [shown(name) for name, _ in runs]
     halves = {name: half for _, name, half in TOKEN_VALUES}
     return {
         "runs": names,

@@ -19,6 +19,7 @@ from megatron_opo.errors import LogError
 from megatron_opo.observe.charts import Point
 from megatron_opo.observe.console import header_line, number, step_line
 from megatron_opo.observe.report import about
+from megatron_opo.observe.report_samples import VISIBLE_CONTROLS
 from megatron_opo.observe.run_data import Run, curve_of, read_run
 from megatron_opo.observe.watch_server import serving, version_of
 
@@ -92,7 +93,7 @@ def picture(run: Run, address: str | None = None) -> Rows:
     for label, points in _curves(run):
         values = [value for _, value in points]
         curves.add_row(label, Text(sparkline(values), style="blue"), number(values[-1]))
-    rows = [Text(f"{run.name}  {about(run)}", style="bold")]
+    rows = [Text(f"{run.name}  {about(run)}".translate(VISIBLE_CONTROLS), style="bold")]
     if address:
         rows.append(Text(f"the report: {address}"))
     rows += [Text(""), curves, Text(""), Text(header_line(), style="bold", no_wrap=True)]
