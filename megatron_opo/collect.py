@@ -73,9 +73,9 @@ def log_step(
         per_sample = torch.full((2, sum(len(g.samples) for g in groups)), torch.nan).double()
         per_sample[:, batch.sample_ids] = torch.stack([batch.mean_advantages, subtracted])
         advantages, baseline = (_per_group(values, groups) for values in per_sample)
-        of_response = of_tokens and _token_values(batch, groups, of_tokens)
+        of_responses = values_of_responses(batch, groups, of_tokens) if of_tokens else None
         desk.log.samples(
-            version + 1, groups, advantages, baselines=baseline, token_values=of_response or None
+            version + 1, groups, advantages, baselines=baseline, token_values=of_responses
         )
         keep_if_due(desk, batch, version)
     desk.log.step(version + 1, metrics, batch.tokens.numel())
@@ -85,10 +85,11 @@ def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
     return [part.tolist() for part in values.split([len(g.samples) for g in groups])]
 
 
-def _token_values(
+def values_of_responses(
     batch: PackedBatch, groups: list[Group], of_tokens: dict[str, torch.Tensor]
 ) -> TokenValues:
-    """What `of_tokens`, by name [T], says of the response of a sample."""
+    """What `of_tokens`, by name [T], says of the response of a sample; {} of one that is not in
+    the batch."""
     samples = [sample for group in groups for sample in group.samples]
     ids = [(samples[place].group_id, samples[place].index) for place in batch.sample_ids.tolist()]
     ends = dict(zip(ids, batch.cu_seqlens[1:].tolist(), strict=True))

@@ -76,7 +76,9 @@ def test_runs_without_a_recipe_are_not_taken_for_equal(tmp_path):
 @given(st.lists(CURVE, min_size=1, max_size=4))
 def test_the_mean_is_over_the_curves_that_have_a_step(curves):
     points, band = mean_and_range(curves)
-    at = {step: [y for curve in curves for x, y in curve if x == step] for step in range(10)}
+    at: dict[float, list[float]] = {
+        step: [y for curve in curves for x, y in curve if x == step] for step in range(10)
+    }
     expected = [step for step in range(10) if at[step]]
     assert [x for x, _ in points] == [x for x, _, _ in band] == expected
     for (x, mean), (_, low, high) in zip(points, band, strict=True):

@@ -47,6 +47,7 @@ def watch(run_path: Path, port: int | None = None, stream: TextIO | None = None)
         LogError: there is no such run, a file of it is broken, or the port is taken.
     """
     stream = stream or sys.stdout
+    assert stream is not None
     check_run(run_path)
     with ExitStack() as resources:
         address = None if port is None else resources.enter_context(serving(run_path, port))
