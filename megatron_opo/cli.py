@@ -25,6 +25,7 @@ from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.evaluation import command as eval_command
 from megatron_opo.import_verl import command as verl_command
 from megatron_opo.model_fit import check_model
+from megatron_opo.observe import report_command, watch_command
 from megatron_opo.plan import command as plan_command
 from megatron_opo.recipe import Recipe
 from megatron_opo.recipe_file import dump_recipe, load_recipe
@@ -188,11 +189,19 @@ def _parser() -> argparse.ArgumentParser:
     eval_command.add_options(evaluation)
     evaluation.set_defaults(run=eval_command.run)
 
-    report = commands.add_parser("report", help="write report.html of a run")
-    report.add_argument(
-        "directory", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart_cpu"
+    report = commands.add_parser(
+        "report",
+        help="write a run, or several over each other, as one HTML file",
+        description=report_command.DESCRIPTION,
     )
-    report.set_defaults(run=_report)
+    report_command.add_options(report)
+    report.set_defaults(run=report_command.run)
+
+    watch = commands.add_parser(
+        "watch", help="a run as it goes on", description=watch_command.DESCRIPTION
+    )
+    watch_command.add_options(watch)
+    watch.set_defaults(run=watch_command.run)
 
     compare = commands.add_parser(
         "compare",
@@ -431,15 +440,6 @@ def _is_finished(recipe: Recipe) -> bool:
         "on, or add --fresh to move it aside and start anew (in a job: mv)"
     )
     return True
-
-
-def _report(options: argparse.Namespace) -> int:
-    from megatron_opo.observe.report import write_report
-
-    if not (options.directory / "metrics.jsonl").exists():
-        raise RecipeError(f"{options.directory} is not a run: it has no metrics.jsonl")
-    print(write_report(options.directory))
-    return 0
 
 
 def _logs(options: argparse.Namespace) -> int:

@@ -7,10 +7,11 @@ import torch
 
 from megatron_opo.advantages import baselines, group_advantages_
 from megatron_opo.advantages.truncation import shape_rewards
-from megatron_opo.batch import Group, PackedBatch, pack
+from megatron_opo.batch import Group, PackedBatch, Sample, pack
 from megatron_opo.desk import Desk
 from megatron_opo.dynamic_sampling import draw_groups, has_signal
 from megatron_opo.observe.metrics import rollout_metrics
+from megatron_opo.observe.samples import TokenValues
 from megatron_opo.replay import batch_path, write_batch
 
 
@@ -57,20 +58,50 @@ def write_advantages(desk: Desk, batch: PackedBatch, energies: torch.Tensor | No
         group_advantages_(batch, algorithm.estimator, algorithm.singleton, energies)
 
 
-def log_step(desk: Desk, batch: PackedBatch, metrics: dict[str, float], version: int) -> None:
+def log_step(
+    desk: Desk,
+    batch: PackedBatch,
+    metrics: dict[str, float],
+    version: int,
+    of_tokens: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """`of_tokens`, by name [T]: what the update says of each token, where there was one."""
     groups = desk.drawn.groups
     with desk.log.phase("log"):
         subtracted = baselines(batch, desk.recipe.algorithm.estimator)
         metrics = rollout_metrics(groups, batch, subtracted) | desk.rollout_metrics() | metrics
-        advantages = torch.full((sum(len(g.samples) for g in groups),), torch.nan).double()
-        advantages[batch.sample_ids] = batch.mean_advantages
-        desk.log.samples(version + 1, groups, _per_group(advantages, groups))
+        per_sample = torch.full((2, sum(len(g.samples) for g in groups)), torch.nan).double()
+        per_sample[:, batch.sample_ids] = torch.stack([batch.mean_advantages, subtracted])
+        advantages, baseline = (_per_group(values, groups) for values in per_sample)
+        of_responses = values_of_responses(batch, groups, of_tokens) if of_tokens else None
+        desk.log.samples(
+            version + 1, groups, advantages, baselines=baseline, token_values=of_responses
+        )
         keep_if_due(desk, batch, version)
     desk.log.step(version + 1, metrics, batch.tokens.numel())
 
 
 def _per_group(values: torch.Tensor, groups: list[Group]) -> list[list[float]]:
     return [part.tolist() for part in values.split([len(g.samples) for g in groups])]
+
+
+def values_of_responses(
+    batch: PackedBatch, groups: list[Group], of_tokens: dict[str, torch.Tensor]
+) -> TokenValues:
+    """What `of_tokens`, by name [T], says of the response of a sample; {} of one that is not in
+    the batch."""
+    samples = [sample for group in groups for sample in group.samples]
+    ids = [(samples[place].group_id, samples[place].index) for place in batch.sample_ids.tolist()]
+    ends = dict(zip(ids, batch.cu_seqlens[1:].tolist(), strict=True))
+
+    def values(sample: Sample) -> dict[str, list[float]]:
+        end = ends.get((sample.group_id, sample.index))
+        if end is None:
+            return {}
+        response = slice(end - len(sample.response_ids), end)
+        return {name: all_of_them[response].tolist() for name, all_of_them in of_tokens.items()}
+
+    return values
 
 
 def keep_if_due(desk: Desk, batch: PackedBatch, version: int) -> None:

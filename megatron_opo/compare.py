@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train what is not complete, then write DIR/summary.md and DIR/report.html; the exit code."""
-    from megatron_opo.observe.report import write_report
+    from megatron_opo.observe.comparison import write_comparison
 
     runs = planned_runs(options)
     if not options.only_summary:
@@ -81,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
     directory = runs[0].directory.parent
     replace_text(directory / "summary.md", text)
     print(f"\n{text}")
-    print(f"{directory / 'summary.md'}, {write_report(*(each.directory for each in runs))}")
+    report = write_comparison([each.directory for each in runs], directory / "report.html")
+    print(f"{directory / 'summary.md'}, {report}")
     return 0
 
 

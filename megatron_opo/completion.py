@@ -45,7 +45,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         if action.dest == "overrides":
             action.complete = dict.fromkeys(SHELLS, FIELDS)  # pyright: ignore
         elif action.type is Path:
-            is_run = action.dest == "directory"
+            is_run = action.dest in ("directory", "directories")
             action.complete = shtab.DIRECTORY if is_run else shtab.FILE  # pyright: ignore
     of_fields, end = (BASH_FIELDS, BASH_END) if shell == "bash" else (ZSH_FIELDS, "")
     preamble = of_fields.format(name=FIELDS, fields=" ".join(_values()))

@@ -338,6 +338,7 @@ def open_desk(
             attempt=os.environ.get(ATTEMPT_VARIABLE),
             wandb_id=checkpoint.wandb_id if checkpoint else None,
             spans=spans,
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         )
         resources.enter_context(log)
         for path, problem in aside.items():

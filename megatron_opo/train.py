@@ -98,7 +98,9 @@ def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
             metrics |= sync(actor, desk, driver, shared)
             if actor.version == step:
                 continue  # the batch was skipped
-            driver.run(lambda: log_step(desk, batch, metrics, version=step))  # noqa: B023
+            driver.run(
+                lambda: log_step(desk, batch, metrics, step, actor.token_values(batch))  # noqa: B023
+            )
             profiler.turn_to(actor.version + 1, desk)
             done = actor.version == recipe.train.steps
             if is_due(recipe.eval.every, actor.version) or (done and recipe.eval.at_end):

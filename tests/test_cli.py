@@ -35,7 +35,7 @@ def test_overrides_on_both_sides_of_an_option_count(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["train", "x.yaml", "--frehs"], ["report", "runs/x", "a=1"], ["train", "x", "-p"]]
+    "words", [["train", "x.yaml", "--frehs"], ["logs", "runs/x", "a=1"], ["train", "x", "-p"]]
 )
 def test_an_unknown_argument_is_refused(words, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -111,7 +111,7 @@ def run(options):
     os.close(reader)
     os.write(writer, b"x")
 
-cli._report = run
+cli.report_command.run = run
 cli.main(["report", "x"])
 """
     ended = subprocess.run(

@@ -7,8 +7,8 @@ import pytest
 import torch
 from servers import prompts
 
-from megatron_opo.batch import Prompt
-from megatron_opo.collect import collect, log_step, write_advantages
+from megatron_opo.batch import Group, Prompt, Sample, pack
+from megatron_opo.collect import collect, log_step, values_of_responses, write_advantages
 from megatron_opo.desk import Desk
 from megatron_opo.errors import TrainingError
 from megatron_opo.observe.run_log import RunLog
@@ -187,3 +187,22 @@ def test_masked_responses_are_not_trained(open_desk):
     batch = collect(desk, version)
     finished = [s.finish_reason == "stop" for g in desk.drawn.groups for s in g.samples]
     assert batch.sample_ids.tolist() == [i for i, stop in enumerate(finished) if stop]
+
+
+def test_each_response_finds_its_tokens_in_the_batch_of_the_update():
+    def sample(group, index, ids, **fields):
+        size = len(ids)
+        return Sample(group, index, ids, (-1.0,) * size, (0,) * size, "stop", "", **fields)
+
+    first = (sample("a", 0, (5, 6), reward=1.0), sample("a", 1, (7,), reward_error="no number"))
+    others = (False, True, False, True)  # of several turns
+    second = (sample("b", 0, (1, 2, 3, 4), reward=0.0, loss_mask=others),)
+    groups = [
+        Group(Prompt("a", (9, 9), "", "", ""), first),
+        Group(Prompt("b", (9,), "", "", ""), second),
+    ]
+    batch = pack(groups)
+    values = values_of_responses(batch, groups, {"token_gaps": batch.tokens.double()})
+    assert values(first[0]) == {"token_gaps": [5, 6]}
+    assert values(second[0]) == {"token_gaps": [1, 2, 3, 4]}
+    assert values(first[1]) == {}, "it could not be scored, and is in no update"

@@ -33,6 +33,7 @@ ALLOWED = {
     "invariant": set(),
     "kernel_build": {"errors"},
     "user_code": set(),
+    "compare": {"errors", "observe", "recipe_file"},
     "attention_kernel": {"kernel_build"},
     "sglang_plugin": {"attention_kernel", "errors", "invariant"},
     "rollout": BASE | {"sglang_plugin", "spans", "user_code"},

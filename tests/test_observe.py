@@ -6,6 +6,7 @@ import re
 import resource
 import sys
 import threading
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
@@ -24,7 +25,13 @@ from megatron_opo.observe.metrics import (
     rollout_metrics,
 )
 from megatron_opo.observe.run_log import RunLog
-from megatron_opo.observe.samples import choose_groups, list_samples, read_samples
+from megatron_opo.observe.samples import (
+    choose_groups,
+    list_samples,
+    read_samples,
+    sample_record,
+    token_chars,
+)
 from megatron_opo.spans import Spans
 
 ESCAPE = "\x1b"
@@ -207,24 +214,61 @@ def test_kept_groups_fit_the_limit(rewards, limit, kind):
 def test_samples_file_tells_all_about_each_response(tmp_path):
     group = make_group("a", [2, 4], [1.0, None], finish=["stop", "length"])
     with open_log(tmp_path, samples_per_step=2) as log:
-        log.samples(17, [group], [[0.5, math.nan]])
+        log.samples(17, [group], [[0.5, math.nan]], baselines=[[0.25, math.nan]])
         log.samples(20, [group], kind="eval")
     lines = (tmp_path / "samples" / "step_000017.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {
             "step": 17, "group_id": "a", "index": 0, "prompt": "question a",
             "response": "a says 0", "ground_truth": "42", "reward": 1.0, "advantage": 0.5,
-            "length": 2, "finish_reason": "stop", "logprob": -0.5, "reward_error": None,
+            "baseline": 0.25, "length": 2, "finish_reason": "stop", "logprob": -0.5,
+            "reward_error": None,
         },
         {
             "step": 17, "group_id": "a", "index": 1, "prompt": "question a",
             "response": "a says 1", "ground_truth": "42", "reward": None, "advantage": None,
-            "length": 4, "finish_reason": "length", "logprob": -1.0,
+            "baseline": None, "length": 4, "finish_reason": "length", "logprob": -1.0,
             "reward_error": "no number found",
         },
     ]  # fmt: skip
     (evaluated,) = read_samples(tmp_path / "samples" / "eval_step_000020.jsonl")
     assert [record["advantage"] for record in evaluated] == [None, None]
+
+
+def of_bytes(text, **fields):
+    """A sample whose tokens are the bytes of its text, and one that is special."""
+    ids = (*text.encode(), 999)
+    logprobs = tuple(-0.123456 * i for i in range(len(ids)))
+    return Sample("g", 0, ids, logprobs, (0,) * len(ids), "stop", text, **fields)
+
+
+def decode_bytes(ids):
+    return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+@given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
+def test_a_character_belongs_to_the_token_that_completes_it(text):
+    expected = [n for c in text for n in (*[0] * (len(c.encode()) - 1), 1)]
+    assert token_chars(of_bytes(text), decode_bytes) == [*expected, 0]
+
+
+def test_tokens_that_do_not_make_the_text_are_left_out():
+    sample = replace(of_bytes("as it was"), text="as it is")
+    record = sample_record(1, Group(make_group("g", [1], [1.0]).prompt, (sample,)), sample, 0.0,
+                           decode=decode_bytes)  # fmt: skip
+    assert "token_chars" not in record and "token_logprobs" not in record
+
+
+def test_each_token_is_kept_with_what_is_known_of_it(tmp_path):
+    sample = of_bytes("abc", loss_mask=(True, False, True, True), reward=1.0)
+    group = Group(make_group("g", [1], [1.0]).prompt, (sample,))
+    entropies = {"token_entropies": [1.23456, 0.0, math.nan, 0.5]}
+    with open_log(tmp_path, decode=decode_bytes) as log:
+        log.samples(1, [group], token_values=lambda _: entropies)
+    ((record,),) = read_samples(tmp_path / "samples" / "step_000001.jsonl")
+    assert record["token_chars"] == [1, 1, 1, 0]
+    assert record["token_logprobs"] == [0.0, None, -0.247, -0.37]
+    assert record["token_entropies"] == [1.23, None, None, 0.5]
 
 
 # --- the log

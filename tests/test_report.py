@@ -1,3 +1,5 @@
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -19,6 +21,7 @@ from megatron_opo.observe.charts import (
     ticks,
 )
 from megatron_opo.observe.report import write_report
+from megatron_opo.observe.report_samples import browser_data, member_of
 
 VOID = {"meta", "line", "rect", "circle", "polyline", "br", "img", "link", "input"}
 HOSTILE = '</pre><script>alert("x")</script><img src=x onerror=alert(1)>&amp; \x1b[31m\x00'
@@ -116,6 +119,22 @@ def report(path):
     return text, Page(text)
 
 
+def found_in(page):
+    """What the browser of samples looks through: (kind, step) to groups."""
+    found: dict[tuple[str, int], list] = {}
+    for group in json.loads(page.texts["script"][0])["groups"]:
+        found.setdefault((group["kind"], group["step"]), []).append(group)
+    return found
+
+
+def test_only_the_scripts_of_the_page_itself_may_run(tmp_path):
+    _, page = report(full_run(tmp_path))
+    (policy,) = [v for _, v in page.attributes if v and v.startswith("default-src")]
+    digest = base64.b64encode(hashlib.sha256(page.texts["script"][1].encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}'; ")
+    assert "connect-src" not in policy, "this page asks nobody"
+
+
 def test_a_finished_run_has_every_section_and_headline(tmp_path):
     text, page = report(full_run(tmp_path))
     sections = {"headline", "curves", "samples", "details", "metrics", "recipe", "versions"}
@@ -140,9 +159,14 @@ def test_a_finished_run_has_every_section_and_headline(tmp_path):
 
 def test_the_page_needs_nothing_from_elsewhere(tmp_path):
     text, page = report(full_run(tmp_path))
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert not {"link", "img", "iframe"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset")]
-    assert "http" not in text and "url(" not in text and "@import" not in text
+    assert (
+        "http:" not in text
+        and "https:" not in text
+        and "url(" not in text
+        and "@import" not in text
+    )
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
 
 
@@ -161,10 +185,16 @@ def test_all_text_of_models_and_data_is_shown_and_never_run(tmp_path):
         [train_record(1, **{HOSTILE: 1.0}), eval_record(1, **{"eval/avg@1": 0.5})],
     )
     text, page = report(tmp_path)
-    assert not {"script", "img"} & set(page.tags)
+    assert "img" not in page.tags
+    assert page.tags.count("script") == 2, "the data of the browser, and its own code"
+    assert set(found_in(page)) == {("train", 1), ("train", 12), ("eval", 0), ("eval", 12)}
+    (group,) = found_in(page)["train", 12]
+    assert group["truth"] == json.dumps({"x": HOSTILE}) and "<" not in page.texts["script"][0]
     assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert group["prompt"] == group["members"][0]["text"] == group["members"][0]["error"]
     visible = HOSTILE.replace("\x1b", "\u241b").replace("\x00", "\u2400")
     assert page.texts["pre"].count(visible) >= 4, "shown as it is, prompt and response"
+    assert group["prompt"] == visible
     assert "\x1b" not in text and "\x00" not in text
 
 
@@ -175,10 +205,68 @@ def test_half_a_character_and_a_huge_response_are_shown(tmp_path):
         sample(12, 1, response="y" * 9000),
     ]
     write_lines(tmp_path / "samples" / "step_000012.jsonl", records)
-    text, _ = report(tmp_path)
+    text, page = report(tmp_path)
     assert "? lost" in text
-    assert "y" * 6000 in text and "y" * 6001 not in text
-    assert "[... 3,000 more characters]" in text
+    cut = "y" * 4000 + "\n[... 3,000 characters left out ...]\n" + "y" * 2000
+    assert cut in text and "y" * 4001 not in text
+    assert found_in(page)["train", 12][0]["members"][1]["text"] == cut
+
+
+def test_tokens_carry_levels_of_their_values(tmp_path):
+    full_run(tmp_path)
+    token = {"token_chars": [1, 2, 0], "token_logprobs": [0.0, -1.5, None],
+             "token_gaps": [1e-4, 0.0, 3e-4]}  # fmt: skip
+    records = [
+        sample(12, 0, response="a\U0001f600b", **token),
+        sample(12, 1, response="other text", **token),
+    ]
+    write_lines(tmp_path / "samples" / "step_000012.jsonl", records)
+    _, page = report(tmp_path)
+    data = json.loads(page.texts["script"][0])
+    assert data["halves"] == {"logprob": 1.5, "entropy": 1.0, "gap": 1e-4}
+    first, second = found_in(page)["train", 12][0]["members"]
+    assert "chars" not in second, "they do not make its text"
+    assert first["chars"] == [1, 2, 0] and "entropy" not in first
+    # At its half a value has half of the 64 levels, at three times that three quarters.
+    levels = data["levels"]
+    assert first["logprob"] == levels[0] + levels[32] + "."
+    assert first["gap"] == levels[32] + levels[0] + levels[48]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=40))
+def test_pieces_make_the_shown_text_also_where_it_is_cut(sizes):
+    text = "".join(chr(97 + i % 26) * size for i, size in enumerate(sizes))
+    member = member_of(
+        {"response": text, "token_chars": sizes, "token_logprobs": [-0.5] * len(sizes)}
+    )
+    assert sum(member["chars"]) == len(member["text"])
+    assert len(member["logprob"]) == len(member["chars"])
+    place, letters = 0, []
+    for size, level in zip(member["chars"], member["logprob"], strict=True):
+        piece = member["text"][place : place + size]
+        place += size
+        if level == ".":
+            letters.append("cut")
+            assert piece == f"\n[... {len(text) - 6000:,} characters left out ...]\n"
+        else:
+            assert len(set(piece)) <= 1, "a piece is of one token"
+            letters.append("")
+    assert letters.count("cut") == (len(text) > 6000)
+
+
+def test_a_long_run_has_a_small_report_with_samples_from_all_of_it(tmp_path):
+    full_run(tmp_path, steps=30)
+    for step in range(1, 31):
+        group = [sample(step, i, response="z" * 500) for i in range(4)]
+        write_lines(tmp_path / "samples" / f"step_{step:06d}.jsonl", group)
+    everything = browser_data([("demo", tmp_path)])
+    assert everything["files"] == everything["files_shown"] == 32
+    some = browser_data([("demo", tmp_path)], budget=20_000)
+    assert len(json.dumps(some)) < 21_000
+    steps = sorted({group["step"] for group in some["groups"]})
+    assert 4 < some["files_shown"] < 12 and {0, 30} < set(steps)
+    assert max(b - a for a, b in pairwise(steps)) <= 8, "spread evenly"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

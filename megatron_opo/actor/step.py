@@ -136,6 +136,12 @@ class Actor:
             **self._speed(batch, time.perf_counter() - started),
         }
 
+    def token_values(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        """On rank 0, of the batch of the newest update: what it found for each token, [T] each."""
+        assert self.scores is not None, "no update was made"
+        gaps = (self.scores.logprobs - batch.rollout_logprobs).abs()
+        return {"token_entropies": self.scores.entropy, "token_gaps": gaps}
+
     def _speed(self, batch: PackedBatch, seconds: float) -> dict[str, float]:
         """Of an update. Operations are the model's: what is recomputed counts once."""
         lengths, scored = batch.sequence_lengths.tolist(), int(batch.loss_mask.sum())

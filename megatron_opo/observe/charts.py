@@ -1,11 +1,12 @@
 """Small charts as inline SVG: no script, no network, colours from the page's CSS variables."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
 
 Point = tuple[float, float]
+Range = tuple[float, float, float]
 # (width, height) in CSS pixels, about as large as the page shows them, so that text keeps its size.
 SMALL, WIDE = (340.0, 200.0), (1110.0, 270.0)
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 12.0, 28.0
@@ -19,7 +20,8 @@ class Line:
 
     `smooth` draws the values as dots behind a smoothed line; `markers` puts a dot on every value
     of a plain line, as long as there are few. `keep_peaks`: when there are more values than can
-    be drawn, neighbours are replaced by their largest, instead of their mean.
+    be drawn, neighbours are replaced by their largest, instead of their mean. `band` is the range
+    (step, least, largest) around the points, drawn behind them.
     """
 
     label: str
@@ -28,6 +30,8 @@ class Line:
     smooth: bool = False
     markers: bool = False
     keep_peaks: bool = False
+    band: list[Range] = field(default_factory=list)
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ def line_chart(
     """
     lines = [_thin_out(line) for line in lines if line.points]
     values = [y for line in lines for _, y in line.points] + [y for _, y in limits]
+    values += [y for line in lines for _, *ends in line.band for y in ends]
     log = log and any(y > 0 for y in values)
     axes = _axes(lines, values, size, log, y_range)
     parts = [_open(title, size), _grid(axes)]
@@ -83,6 +88,7 @@ def line_chart(
             f'<text class="limit-label" x="{right}" y="{y - 4:.1f}" '
             f'text-anchor="end">{escape(label)}</text>'
         )
+    parts += [_band(line, axes) for line in lines if line.band]
     parts += [_curve(line, axes) for line in lines]
     parts.append(_hover_strips(lines, axes))
     return "".join(parts) + "</svg>"
@@ -116,7 +122,8 @@ def stacked_chart(title: str, lines: list[Line], *, size: tuple[float, float] = 
 
 def legend(lines: list[Line]) -> str:
     keys = "".join(
-        f'<span class="key"><i style="background:{line.color}"></i>{escape(line.label)}</span>'
+        f'<span class="key"><i{" class=dashed" if line.dashed else ""} '
+        f'style="background-color:{line.color}"></i>{escape(line.label)}</span>'
         for line in lines
         if line.points
     )
@@ -173,12 +180,15 @@ def _thin_out(line: Line) -> Line:
     size = math.ceil(len(line.points) / MOST_POINTS)
     if size <= 1:
         return line
-    points = []
+    points, band = [], []
     for start in range(0, len(line.points), size):
         run = line.points[start : start + size]
         values = [y for _, y in run]
         points.append((run[-1][0], max(values) if line.keep_peaks else sum(values) / len(values)))
-    return Line(line.label, line.color, points, line.smooth, line.markers, line.keep_peaks)
+    for start in range(0, len(line.band), size):
+        ranges = line.band[start : start + size]
+        band.append((ranges[-1][0], min(r[1] for r in ranges), max(r[2] for r in ranges)))
+    return replace(line, points=points, band=band)
 
 
 def _axes(
@@ -244,12 +254,19 @@ def _grid(axes: Axes) -> str:
     return "".join(parts)
 
 
+def _band(line: Line, axes: Axes) -> str:
+    upper = [(x, high) for x, _, high in line.band]
+    lower = [(x, low) for x, low, _ in reversed(line.band)]
+    edge = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in upper + lower)
+    return f'<polygon points="{edge}" fill="{line.color}"/>'
+
+
 def _curve(line: Line, axes: Axes) -> str:
     smooth = line.smooth and len(line.points) >= 8
     drawn = smoothed(line.points) if smooth else line.points
     parts = []
     marked = line.markers and len(line.points) <= MOST_MARKERS
-    if smooth or marked or len(line.points) == 1:
+    if (smooth and not line.band) or marked or len(line.points) == 1:
         kind = "raw" if smooth else "marker"
         radius = 1.9 if smooth else 3.2
         parts += [
@@ -258,13 +275,16 @@ def _curve(line: Line, axes: Axes) -> str:
             for x, y in line.points
         ]
     path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in drawn)
-    parts.append(f'<polyline points="{path}" stroke="{line.color}"/>')
+    dashes = ' stroke-dasharray="6 5"' if line.dashed else ""
+    parts.append(f'<polyline points="{path}" stroke="{line.color}"{dashes}/>')
     return "".join(parts)
 
 
 def _hover_strips(lines: list[Line], axes: Axes) -> str:
     """Over each step an invisible strip whose tooltip tells all values there."""
     columns: dict[float, list[tuple[Line, float]]] = {}
+    ranges = [{x: f" ({low:.4g} to {high:.4g})" for x, low, high in line.band} for line in lines]
+    range_of = dict(zip(map(id, lines), ranges, strict=True))
     for line in lines:
         for x, y in line.points:
             columns.setdefault(x, []).append((line, y))
@@ -273,7 +293,9 @@ def _hover_strips(lines: list[Line], axes: Axes) -> str:
     for i, x in enumerate(steps):
         before = (steps[i - 1] + x) / 2 if i else axes.x_low
         after = (steps[i + 1] + x) / 2 if i + 1 < len(steps) else axes.x_high
-        shown = [f"step {x:g}"] + [f"{line.label}: {y:.4g}" for line, y in columns[x]]
+        shown = [f"step {x:g}"]
+        for line, y in columns[x]:
+            shown.append(f"{line.label}: {y:.4g}{range_of[id(line)].get(x, '')}")
         dots = "".join(
             f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="4" fill="{line.color}"/>'
             for line, y in columns[x]

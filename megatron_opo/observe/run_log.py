@@ -4,9 +4,10 @@ import json
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,15 @@ from megatron_opo.observe.files import (
     to_json_line,
     writing,
 )
-from megatron_opo.observe.samples import Kind, finite, list_samples, write_samples
+from megatron_opo.observe.samples import (
+    Decode,
+    Kind,
+    TokenValues,
+    Values,
+    finite,
+    list_samples,
+    write_samples,
+)
 from megatron_opo.spans import Spans
 
 # The phase that the first step begins with; what is before it is the start of the run.
@@ -65,6 +74,7 @@ class RunLog:
         wandb_id: str | None = None,
         quiet: bool = False,
         spans: Spans | None = None,
+        decode: Decode | None = None,
     ):
         """Start a log (`first_step` 0), or continue one.
 
@@ -72,7 +82,7 @@ class RunLog:
         an earlier process logged past it is dropped, since that runs again; with 0 that is all.
         `attempt` names the start of a job that this process belongs to.
         `wandb_id` is that of the run that goes on, should the run directory not say.
-        `spans` are those of this process.
+        `spans` are those of this process. With `decode`, samples keep the logprob of each token.
 
         Raises:
             LogError: the directory cannot be written.
@@ -81,6 +91,8 @@ class RunLog:
         self.run_path = Path(run_path)
         self.total_steps = total_steps
         self.samples_per_step = samples_per_step
+        # Few tokens of a vocabulary make up most texts.
+        self.decode = decode and lru_cache(maxsize=100_000)(decode)
         self.spans = spans or Spans()
         self.seconds_of_eval: float | None = None
         self.seconds_of_start: dict[str, float] = {}
@@ -208,15 +220,21 @@ class RunLog:
         self,
         step: int,
         groups: list[Group],
-        advantages: Sequence[Sequence[float | None]] | None = None,
+        advantages: Values | None = None,
         kind: Kind = "train",
+        baselines: Values | None = None,
+        token_values: TokenValues | None = None,
     ) -> None:
         """Keep whole groups of a step, up to `samples_per_step` samples.
 
-        `advantages` runs parallel to the groups and their samples; None or NaN stands for a
-        sample that does not train.
+        `advantages` and `baselines` run parallel to the groups and their samples; None or NaN
+        stands for a sample that does not train; `token_values` tells of each token.
         """
-        write_samples(self.run_path, step, groups, advantages, kind, self.samples_per_step)
+        limit = self.samples_per_step
+        write_samples(
+            self.run_path, step, groups, advantages, kind, limit,
+            baselines=baselines, decode=self.decode, token_values=token_values,
+        )  # fmt: skip
 
     def close(self, failed: bool = False) -> None:
         """End the live progress and flush everything; a second call does nothing."""

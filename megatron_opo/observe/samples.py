@@ -1,7 +1,7 @@
 """Which responses of a step are kept, and how they look in samples/*.jsonl."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +9,16 @@ from megatron_opo.batch import Group, Sample
 from megatron_opo.observe.files import read_json_lines, replace_text, to_json_line
 
 Kind = Literal["train", "eval"]
+# Text of token ids, as the server gives it: without special tokens.
+Decode = Callable[[tuple[int, ...]], str]
+# A number for each sample of each group.
+Values = Sequence[Sequence[float | None]]
+# What the trainer says of each token of a response, by name; {} of a response it did not see.
+TokenValues = Callable[[Sample], dict[str, list[float]]]
+# Of longer responses no values of tokens are kept: they would be most of what a run writes.
+MOST_TOKENS_WITH_VALUES = 4096
+# A character may take four tokens of one byte each.
+MOST_TOKENS_OF_A_CHARACTER = 4
 
 
 def choose_groups(groups: list[Group], limit: int, kind: Kind) -> list[int]:
@@ -49,10 +59,22 @@ def _most_telling_first(groups: list[Group]) -> list[int]:
 
 
 def sample_record(
-    step: int, group: Group, sample: Sample, advantage: float | None
+    step: int,
+    group: Group,
+    sample: Sample,
+    advantage: float | None,
+    baseline: float | None = None,
+    decode: Decode | None = None,
+    token_values: TokenValues | None = None,
 ) -> dict[str, Any]:
-    """One line of a samples file. `logprob` is the sum over the response's tokens, in nats."""
-    return {
+    """One line of a samples file. `logprob` is the sum over the response's tokens, in nats.
+
+    With `decode` also `token_chars`, how many characters of the response each token adds,
+    `token_logprobs`, and what `token_values` says, null where the policy did not sample. Not of
+    responses of more than MOST_TOKENS_WITH_VALUES tokens, nor where the tokens, decoded one by
+    one, do not add up to the response.
+    """
+    record = {
         "step": step,
         "group_id": sample.group_id,
         "index": sample.index,
@@ -61,11 +83,48 @@ def sample_record(
         "ground_truth": group.prompt.ground_truth,
         "reward": finite(sample.reward),
         "advantage": finite(advantage),
+        "baseline": finite(baseline),
         "length": sample.length,
         "finish_reason": sample.finish_reason,
         "logprob": finite(sum(sample.logprobs)),
         "reward_error": sample.reward_error,
     }
+    short = len(sample.response_ids) <= MOST_TOKENS_WITH_VALUES
+    chars = token_chars(sample, decode) if decode and short else None
+    if chars is not None:
+        record["token_chars"] = chars
+        values = {"token_logprobs": sample.logprobs}
+        values |= token_values(sample) if token_values else {}
+        own = sample.loss_mask or (True,) * len(chars)
+        for name, of_tokens in values.items():
+            record[name] = [
+                _rounded(x) if mine else None for x, mine in zip(of_tokens, own, strict=True)
+            ]
+    return record
+
+
+def _rounded(value: float) -> float | None:
+    """Three digits tell enough for a colour, and make up most of the file."""
+    return float(f"{value:.2e}") if math.isfinite(value) else None
+
+
+def token_chars(sample: Sample, decode: Decode) -> list[int] | None:
+    """How many characters of the text each token adds: 0 for a special one, and for one whose
+    character ends with a later token. None if that does not make the text."""
+    chars, text, pending = [], "", ()
+    for token in sample.response_ids:
+        pending += (token,)
+        piece = decode(pending)
+        if piece.endswith("\ufffd") and len(pending) < MOST_TOKENS_OF_A_CHARACTER:
+            chars.append(0)
+            continue
+        chars.append(len(piece))
+        text, pending = text + piece, ()
+    if pending:
+        rest = decode(pending)
+        chars[-1] = len(rest)
+        text += rest
+    return chars if text == sample.text else None
 
 
 def finite(value: float | None) -> float | None:
@@ -82,21 +141,28 @@ def write_samples(
     run_path: Path,
     step: int,
     groups: list[Group],
-    advantages: Sequence[Sequence[float | None]] | None,
+    advantages: Values | None,
     kind: Kind,
     limit: int,
+    *,
+    baselines: Values | None = None,
+    decode: Decode | None = None,
+    token_values: TokenValues | None = None,
 ) -> Path | None:
     """Keep the telling groups of a step; None when `limit` is 0.
 
-    `advantages` runs parallel to the groups and their samples; None (or NaN) stands for a sample
-    that does not train.
+    `advantages` and `baselines` run parallel to the groups and their samples; None (or NaN)
+    stands for a sample that does not train. `decode`, `token_values`: see `sample_record`.
     """
     lines = []
     for index in choose_groups(groups, limit, kind):
         group = groups[index]
-        values = advantages[index] if advantages is not None else [None] * len(group.samples)
-        for sample, advantage in zip(group.samples, values, strict=True):
-            lines.append(to_json_line(sample_record(step, group, sample, advantage)))
+        nothing = [None] * len(group.samples)
+        ours = advantages[index] if advantages is not None else nothing
+        subtracted = baselines[index] if baselines is not None else nothing
+        for sample, advantage, baseline in zip(group.samples, ours, subtracted, strict=True):
+            record = sample_record(step, group, sample, advantage, baseline, decode, token_values)
+            lines.append(to_json_line(record))
     if not lines:
         return None
     path = samples_path(run_path, step, kind)

@@ -1,0 +1,66 @@
+"""HTML pages in one file: style, data and scripts inside, and nothing that the page may fetch."""
+
+import base64
+import hashlib
+import json
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from megatron_opo.observe.report_samples import VISIBLE_CONTROLS
+
+
+def render(template: str, samples: dict[str, Any], *, live: bool = False, **context: Any) -> str:
+    """The page of a template of this directory, with a browser of `samples` (`browser_data`).
+
+    Everything in `context` is escaped but what the template calls safe. Only the scripts that
+    stand in this directory run, whatever a model wrote: the policy names them by their hashes.
+    """
+    scripts = [_source("samples.js"), *([_source("live.js")] if live else [])]
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_source),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    page = environment.get_template(template).render(
+        css=_source("report.css"),
+        policy=_policy(scripts, live),
+        scripts=scripts,
+        samples_json=_json_in_html(samples),
+        kept=_kept(samples),
+        **context,
+    )
+    return page.translate(VISIBLE_CONTROLS)
+
+
+def _source(name: str) -> str:
+    return files("megatron_opo.observe").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str], live: bool) -> str:
+    digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
+    fetches = "; connect-src 'self'" if live else ""
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'{fetches}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _json_in_html(value: Any) -> str:
+    """JSON that ends no script element and opens no comment."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _kept(samples: dict[str, Any]) -> str:
+    shown, files_there = samples["files_shown"], samples["files"]
+    if shown == files_there:
+        return ""
+    return (
+        f"To keep this page small it has the samples of {shown} of {files_there} steps and "
+        "evaluations, spread evenly; the others are in samples/."
+    )
