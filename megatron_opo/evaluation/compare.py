@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opo.errors import LogError
-from megatron_opo.evaluation.statistics import Estimate, estimate_mean, sign_test
+from megatron_opo.evaluation.statistics import estimate_mean, sign_test
 from megatron_opo.evaluation.summary import SAMPLES, SUMMARY
 from megatron_opo.observe.console import number
 from megatron_opo.observe.files import read_json_lines
 
 SHOWN_PROMPTS = 10
 SHOWN_CHARS = 60
-CANNOT = "cannot be compared"
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """Of an evaluation's directory: `means` is each prompt's mean reward, by (id, text, right
+class Evaluation:
+    """What a directory holds: `means` is each prompt's mean reward, by (id, text, right
     answer as JSON)."""
 
     directory: Path
@@ -32,7 +31,7 @@ class Prompts:
         return self.summary["samples_per_prompt"]
 
 
-def read_evaluation(directory: Path) -> Prompts:
+def read_evaluation(directory: Path) -> Evaluation:
     """
     Raises:
         LogError: it holds no complete evaluation.
@@ -68,10 +67,10 @@ def read_evaluation(directory: Path) -> Prompts:
         )
     # fsum, so that the same rewards in another order are no change.
     means = {key: math.fsum(each) / k for key, each in rewards.items()}
-    return Prompts(directory, summary, means)
+    return Evaluation(directory, summary, means)
 
 
-def compare(a: Prompts, b: Prompts) -> dict[str, Any]:
+def compare(a: Evaluation, b: Evaluation) -> dict[str, Any]:
     """JSON-like: B against A. `wins` are prompts whose mean reward is higher in B.
 
     Raises:
@@ -91,7 +90,7 @@ def compare(a: Prompts, b: Prompts) -> dict[str, Any]:
         "b": _side(b),
         "prompts": len(differences),
         "samples_per_prompt": k,
-        "difference": asdict(_difference(list(differences.values()))),
+        "difference": asdict(estimate_mean(list(differences.values()))),
         "wins": wins,
         "losses": losses,
         "ties": len(differences) - wins - losses,
@@ -108,11 +107,7 @@ def compare(a: Prompts, b: Prompts) -> dict[str, Any]:
     }
 
 
-def _difference(values: list[float]) -> Estimate:
-    return estimate_mean(values)
-
-
-def _side(one: Prompts) -> dict[str, Any]:
+def _side(one: Evaluation) -> dict[str, Any]:
     return {
         "directory": str(one.directory),
         "checkpoint": one.summary.get("checkpoint"),
@@ -120,8 +115,8 @@ def _side(one: Prompts) -> dict[str, Any]:
     }
 
 
-def _check_alike(a: Prompts, b: Prompts) -> None:
-    both = f"{a.directory} and {b.directory} {CANNOT}"
+def _check_alike(a: Evaluation, b: Evaluation) -> None:
+    both = f"{a.directory} and {b.directory} cannot be compared"
     if a.samples_per_prompt != b.samples_per_prompt:
         raise LogError(
             f"{both}: they have {a.samples_per_prompt} and {b.samples_per_prompt} samples of each "
