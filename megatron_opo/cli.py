@@ -425,7 +425,7 @@ def _is_finished(recipe: Recipe) -> bool:
         if _has_trained(run_path) and not is_restart(run_path):
             raise RecipeError(
                 f"run_dir: {run_path} holds an earlier run that left no checkpoint to resume from; "
-                "add --fresh to move it aside and start anew (in a job: mv), or choose another "
+                "add --fresh to move it aside and start anew, or choose another "
                 "name= or run_dir="
             )
         return False
@@ -437,7 +437,7 @@ def _is_finished(recipe: Recipe) -> bool:
         return False
     print(
         f"{run_path} already has all of its {recipe.train.steps} steps: raise train.steps to go "
-        "on, or add --fresh to move it aside and start anew (in a job: mv)"
+        "on, or add --fresh to move it aside and start anew"
     )
     return True
 

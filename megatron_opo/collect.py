@@ -49,7 +49,9 @@ def _collect(desk: Desk, version: int) -> PackedBatch:
         keep=lambda group: not dynamic.enabled or has_signal(*shape([group])),
     )
     with desk.log.phase("pack"):
-        return pack(shape(desk.drawn.groups))
+        batch = pack(shape(desk.drawn.groups))
+    desk.warn_of_unscorable(desk.drawn.groups, "are left out of their groups")
+    return batch
 
 
 def write_advantages(desk: Desk, batch: PackedBatch, energies: torch.Tensor | None) -> None:

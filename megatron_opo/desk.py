@@ -1,10 +1,12 @@
 """What rank 0 owns: prompts, rollout servers, reward workers and the run's log."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +54,8 @@ T = TypeVar("T")
 # Of a prompt whose group was given up (rollout.extra_prompts).
 MOST_TIMES_BACK = 2
 PROBE_PROMPTS = 4
+# Of why samples have no reward: in a run, and at once.
+MOST_REASONS, SHOWN_REASONS = 20, 3
 PROBE_TOKENS = 32
 
 
@@ -59,7 +63,8 @@ PROBE_TOKENS = 32
 class Desk:
     """`drawn`, `drawn_from` (the cursor's state before) and `samplings` are of the step in hand;
     `skipped_updates` were skipped since the last one; `servers_lost` is of the latest
-    `unless_servers_lost`; `owes_eval` while an evaluation has begun and is not logged."""
+    `unless_servers_lost`; `owes_eval` while an evaluation has begun and is not logged; `reasons`, of which only
+    the digits differ count as one, are those that were shown for samples without a reward."""
 
     recipe: Recipe
     log: RunLog
@@ -78,6 +83,7 @@ class Desk:
     samplings: list[RolloutStats] = field(default_factory=list)
     skipped_updates: int = 0
     servers_lost: bool = False
+    reasons: set[str] = field(default_factory=set)
 
     def wait_until_ready(self) -> None:
         """The servers answer."""
@@ -140,11 +146,25 @@ class Desk:
 
     def log_eval(self, version: int, groups: list[Group]) -> None:
         metrics = eval_metrics(groups)
+        self.warn_of_unscorable(groups, "count as 0 in this evaluation")
         name, value = next(item for item in metrics.items() if item[0].startswith("eval/avg@"))
         if self.best_eval is None or value > self.best_eval.value:
             self.best_eval = BestEval(name, value, version)
         metrics |= {"eval/best": self.best_eval.value, "eval/best_step": self.best_eval.step}
         self.log.eval(version, metrics)
+
+    def warn_of_unscorable(self, groups: list[Group], consequence: str) -> None:
+        """Samples without a reward, once for each kind of reason."""
+        without = [s for group in groups for s in group.samples if s.reward is None]
+        reasons = {re.sub(r"\d+", "#", str(s.reward_error)): s.reward_error for s in without}
+        new = reasons.keys() - self.reasons
+        if new and len(self.reasons) < MOST_REASONS:
+            self.reasons |= new
+            total = sum(len(group.samples) for group in groups)
+            shown = "\n".join(sorted(str(reasons[kind]) for kind in new)[:SHOWN_REASONS])
+            self.log.warn(
+                f"{len(without)} of {total} samples have no reward and {consequence}:\n{shown}"
+            )
 
     def start_step(self) -> None:
         check_attempt(self.recipe.run_path)
@@ -315,7 +335,7 @@ def open_desk(
     """
     checkpoint = found.checkpoint
     with ExitStack() as resources:
-        rewards = RewardPool(recipe.reward)
+        rewards = RewardPool(recipe.reward, reward_log(recipe.run_path))
         resources.callback(rewards.close)
         tokenizer = load_tokenizer(recipe.model.path)
         train_prompts, eval_prompts = load_data(recipe, hf_config, tokenizer)
@@ -344,8 +364,8 @@ def open_desk(
         for path, problem in aside.items():
             log.warn(f"a checkpoint is damaged, and now {path}: {problem}")
         log.summary(summary_rows(recipe, hf_config, train_prompts, eval_prompts))
-        for contradiction in contradictions(recipe):
-            log.warn(contradiction)
+        for warning in warnings_of(recipe, device, len(train_prompts.prompts)):
+            log.warn(warning)
         if checkpoint is not None:
             log.note(f"resuming from {checkpoint.directory}")
             if found.unverified:
@@ -378,6 +398,30 @@ def open_desk(
             play,
             checkpoint.best_eval if checkpoint else None,
         )
+
+
+def warnings_of(recipe: Recipe, device: str, prompts: int) -> list[str]:
+    """What a run may do, but is seldom meant to."""
+    found = contradictions(recipe)
+    wanted = recipe.rollout.prompts_per_step
+    if wanted > prompts:
+        found.append(
+            f"data.train has {prompts} prompts, rollout.prompts_per_step is {wanted}: some prompts "
+            "come more than once in a step"
+        )
+    if device == "cpu" and recipe.model.dtype != "float32":
+        found.append(
+            "on a CPU model.dtype float32 is faster than bfloat16, and servers and actor agree to "
+            "1e-5 nats instead of 1e-1"
+        )
+    return found
+
+
+def reward_log(run_path: Path) -> Path:
+    """Where `megatron-opo logs` finds it."""
+    attempt = os.environ.get(ATTEMPT_VARIABLE)
+    directory = run_path / "logs"
+    return (directory / attempt / "rank_0" if attempt else directory) / "rewards.log"
 
 
 def phase(desk: Desk | None, driver: Driver, name: str):

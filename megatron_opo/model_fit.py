@@ -23,7 +23,7 @@ def check_model(recipe: Recipe) -> dict:
     if not directory.is_dir():
         raise RecipeError(
             f"model.path: {directory} is not a directory; give a Hugging Face model directory "
-            "(config.json, *.safetensors, tokenizer files)"
+            f"(config.json, *.safetensors, tokenizer files). Relative paths begin at {Path.cwd()}"
         )
     config_path = directory / "config.json"
     try:

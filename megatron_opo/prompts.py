@@ -66,7 +66,7 @@ def load_tokenizer(model_path: str):
     if not Path(model_path).is_dir():
         raise RecipeError(
             f"model.path: {model_path} is not a directory; give a Hugging Face model directory "
-            "(config.json, *.safetensors, tokenizer files)"
+            f"(config.json, *.safetensors, tokenizer files). Relative paths begin at {Path.cwd()}"
         )
     try:
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True)

@@ -136,6 +136,8 @@ def _describe(error: ErrorDetails, source: str) -> str:
     if error["type"] == "missing":
         return f"{source}: `{location}` is required and was not given"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "tuple_type":
+        message = "must be a list, [a, b]"
     where = f"`{location}`: " if location else ""
     got = error.get("input")
     is_shown = not isinstance(got, dict | BaseModel) and not is_secret(location)

@@ -43,6 +43,7 @@ def register() -> None:
             _hook(target, own_name, "AROUND")
     if os.environ.get(FORK_VARIABLE):
         _hook(BEFORE_CHILDREN, fork_children, "AFTER")
+        _hook(AFTER_WARMUP, do_nothing, "REPLACE")
     if VARIABLE in os.environ:
         _register_operations()
 
@@ -61,6 +62,11 @@ def own_name(original: Callable[[str], str], what: str) -> str:
 def fork_children(*_) -> None:
     """The process has one thread then, and has computed nothing."""
     multiprocessing.set_start_method("fork", force=True)
+
+
+def do_nothing(*_) -> None:
+    """A server without a warm-up asks itself for something before it listens, and logs how that
+    failed. The trainer asks for it later."""
 
 
 def _register_operations() -> None:
@@ -237,6 +243,7 @@ SHARED_NAMES = [
 ]
 # Where SGLang decides how its processes are started.
 BEFORE_CHILDREN = "sglang.srt.entrypoints.engine._set_envs_and_config"
+AFTER_WARMUP = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 REPLACED = {
     "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": enable_batch_invariant_mode,
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"

@@ -1,5 +1,6 @@
 """A step's rollout from real servers and real reward workers: what is drawn, kept and trained."""
 
+import io
 import time
 from contextlib import ExitStack
 
@@ -9,12 +10,14 @@ from servers import prompts
 
 from megatron_opo.batch import Group, Prompt, Sample, pack
 from megatron_opo.collect import collect, log_step, values_of_responses, write_advantages
-from megatron_opo.desk import Desk
+from megatron_opo.desk import Desk, reward_log, warnings_of
 from megatron_opo.errors import TrainingError
+from megatron_opo.observe.logs import Logs, show_logs
 from megatron_opo.observe.run_log import RunLog
 from megatron_opo.prompts import PromptCursor, PromptSet
 from megatron_opo.recipe import Recipe
 from megatron_opo.rewards import RewardPool
+from megatron_opo.runs import ATTEMPT_VARIABLE
 from megatron_opo.stop import StopRequest
 
 REWARD = """
@@ -22,6 +25,11 @@ def early_letters(data_source, solution_str, ground_truth, extra_info=None):
     return sum(letter < "P" for letter in solution_str[:2]) / 2
 
 def constant(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.5
+
+def picky(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str[0] < "P":
+        raise ValueError(f"cannot judge {len(solution_str)} characters")
     return 0.5
 
 def leaves_a_trace(data_source, solution_str, ground_truth, extra_info=None):
@@ -122,6 +130,39 @@ def test_remax_with_dynamic_sampling(open_desk, qwen_pool):
     # Every round samples twice: the groups, and the greedy responses.
     assert len(desk.samplings) == 2 * drawn.rounds
     assert sum(s.samples for s in desk.samplings) == (WANTED + len(drawn.dropped)) * (G + 1)
+
+
+def test_what_a_run_is_seldom_meant_to_do_is_said(open_desk):
+    recipe = open_desk()[0].recipe
+    (few,) = warnings_of(recipe, "cuda", WANTED - 1)
+    assert few.startswith(f"data.train has {WANTED - 1} prompts, rollout.prompts_per_step is")
+    (slow,) = warnings_of(recipe, "cpu", WANTED)
+    assert recipe.model.dtype == "bfloat16" and "model.dtype float32 is faster" in slow
+    assert warnings_of(recipe, "cuda", WANTED) == []
+
+
+@pytest.mark.parametrize("attempt", [None, "7.1"])
+def test_what_reward_functions_print_is_among_the_logs(tmp_path, monkeypatch, attempt):
+    if attempt:
+        monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
+    path = reward_log(tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_text("judged\n")
+    out = io.StringIO()
+    show_logs(Logs(tmp_path), follow=False, out=out)
+    assert "rewards | judged" in out.getvalue()
+
+
+def test_why_samples_have_no_reward_is_said_once(open_desk):
+    desk, version = open_desk("picky")
+    collect(desk, version)
+    without = [s for group in desk.drawn.groups for s in group.samples if s.reward is None]
+    assert 0 < len(without) < WANTED * G
+    collect(desk, version)
+    log = (desk.recipe.run_path / "run.log").read_text()
+    warning = f"warning: {len(without)} of {WANTED * G} samples have no reward and are left out of"
+    assert log.count("have no reward") == log.count(warning) == 1
+    assert log.count("ValueError: cannot judge") == 1
 
 
 def test_without_dynamic_sampling_every_group_is_kept(open_desk):

@@ -102,6 +102,7 @@ def test_rollout_metrics_are_the_hand_computed_fractions():
         "rollout/samples": 5.0,
         "rollout/tokens": 13.0,
         "rollout/unscorable": 1.0,
+        "rollout/unscorable_share": 1 / 5,
         "rollout/truncated": 1.0,
     }
 

@@ -343,16 +343,22 @@ def test_a_worker_that_somebody_kills_costs_no_sample(functions, tmp_path):
         assert scores(pool, [f"return 1 if os.path.exists('{mark}') else {once}", "42"]) == [1, 1]
 
 
-def test_what_a_function_prints_is_shown_up_to_a_limit(functions, capfd):
+@pytest.mark.parametrize("to_file", [False, True])
+def test_what_a_function_prints_is_shown_up_to_a_limit(functions, tmp_path, capfd, to_file):
     loud = "return print('loud') or 1"
     flood = "return print('x' * 2**21) or 1"
-    with started(f"{functions}:compute_score") as pool:
-        assert scores(pool, [loud, flood, loud]) == [1.0, 1.0, 1.0]
+    kill = "return os.kill(os.getpid(), 9)"
+    path = tmp_path / "logs" / "rewards.log" if to_file else None
+    config = RewardConfig(function=f"{functions}:compute_score", workers=1)
+    with RewardPool(config, path) as pool:
+        # A worker that replaces another has what that one left.
+        assert scores(pool, [loud, flood, kill, loud, flood]) == [1.0, 1.0, None, 1.0, 1.0]
     shown = ""
     while "(dropped: reward.function printed over 1,048,576 bytes)" not in shown:
-        shown += capfd.readouterr().err
-    assert shown.startswith("loud\n")
+        shown = path.read_text() if path else shown + capfd.readouterr().err
+    assert shown.startswith("loud\n") and shown.count("dropped") == 1
     assert shown.count("x") == 2**20 - len("loud\n")
+    assert not path or not capfd.readouterr().err
 
 
 @given(st.lists(st.lists(st.text(), min_size=2, max_size=5), max_size=6))

@@ -28,8 +28,8 @@ def rollout_metrics(
         response_length/{mean,max,min,clip_ratio} (clip_ratio: share cut at the limit),
         prompt_length/{mean,max,min} (one value a prompt), advantages/baseline_{mean,std} (over
         groups), rollout/groups_all_equal (share of groups that give no signal), and the counts
-        rollout/{samples,tokens,unscorable,truncated}; with responses of several turns
-        rollout/turns/{mean,max,min}, how often the policy spoke.
+        rollout/{samples,tokens,unscorable,truncated}, rollout/unscorable_share; with responses of
+        several turns rollout/turns/{mean,max,min}, how often the policy spoke.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = torch.tensor([sample.length for sample in samples], dtype=torch.float64)
@@ -37,6 +37,7 @@ def rollout_metrics(
         [len(group.prompt.token_ids) for group in groups], dtype=torch.float64
     )
     truncated = sum(sample.finish_reason == "length" for sample in samples)
+    unscorable = sum(sample.reward is None for sample in samples)
     rewards = batch.rewards.double()
     trained = batch.advantages[batch.loss_mask].double()
     group_baselines = _group_baselines(batch, baselines)
@@ -49,7 +50,8 @@ def rollout_metrics(
         "rollout/groups_all_equal": _share_all_equal(batch),
         "rollout/samples": float(len(samples)),
         "rollout/tokens": lengths.sum().item(),
-        "rollout/unscorable": float(sum(sample.reward is None for sample in samples)),
+        "rollout/unscorable": float(unscorable),
+        "rollout/unscorable_share": unscorable / len(samples),
         "rollout/truncated": float(truncated),
     }
     if any(sample.loss_mask is not None for sample in samples):

@@ -163,6 +163,9 @@ def _charts(run: Run) -> list[dict[str, str]]:
     gap_mean = Line("mean", BLUE, run.curve("on_policy/logprob_gap_mean"))
     truncated = run.curve("response_length/clip_ratio")
     equal = run.curve("rollout/groups_all_equal")
+    unscorable = run.curve("rollout/unscorable_share")
+    if not any(share for _, share in unscorable):
+        unscorable = []
     baseline = run.curve("advantages/baseline_mean")
     plots = [
         ("Response length", "tokens, mean of the step", {}, [
@@ -186,10 +189,11 @@ def _charts(run: Run) -> list[dict[str, str]]:
         ("Baseline", "what is subtracted from rewards, mean over groups", {}, [
             Line("baseline", BLUE, baseline, smooth=True),
         ]),
-        ("Shares", "responses cut short; groups without signal",
+        ("Shares", "responses cut short, or without a reward; groups without signal",
          {"y_range": (0.0, 0.05)}, [
             Line("truncated", ORANGE, truncated),
             Line("groups all equal", PURPLE, equal, smooth=True),
+            Line("no reward", RED, unscorable),
         ]),
     ]  # fmt: skip
     charts = []

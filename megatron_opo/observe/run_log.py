@@ -212,6 +212,10 @@ class RunLog:
         if seconds is not None:
             metrics = {**metrics, "timing_s/eval": seconds}
         shown = [f"{k.removeprefix('eval/')} {number(v)}" for k, v in metrics.items() if "@" in k]
+        if unscorable := metrics.get("eval/unscorable"):
+            shown.append(
+                f"{unscorable:.0f} of {metrics['eval/samples']:.0f} unscorable, taken as 0"
+            )
         took = "" if seconds is None else f" ({duration(seconds)})"
         self.note(f"{step:>5}  eval: {', '.join(shown)}{took}")
         self._write(step, "eval", metrics)

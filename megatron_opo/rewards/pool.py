@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_opo.batch import Group, Prompt, Sample
@@ -31,7 +32,7 @@ from megatron_opo.rewards.worker import REPLY_BYTES
 START_TIMEOUT_S = 300.0
 # A worker that somebody else has killed must not cost a sample; one that its function kills does.
 MOST_TRIES = 2
-# Of what a function prints in the life of a worker.
+# Of what a function prints in the life of a pool.
 OUTPUT_BYTES = 2**20
 # What a terminal would act on.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -53,10 +54,35 @@ class _WorkerGone(Exception):
     """The worker died or stopped to answer; the text says how."""
 
 
+class _Output:
+    """Where all that a function prints goes, up to a limit: a file, or standard error."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self._room = OUTPUT_BYTES
+        self._lock = threading.Lock()
+
+    def write(self, chunk: bytes) -> None:
+        with self._lock:
+            text = chunk[: max(0, self._room)].decode(errors="replace")
+            before, self._room = self._room, self._room - len(chunk)
+            if self._room <= 0 < before:
+                text += f"\n(dropped: reward.function printed over {OUTPUT_BYTES:,} bytes)\n"
+            text = CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+            if self._path is None:
+                sys.stderr.write(text)
+                return
+            with suppress(OSError):  # it must not cost a sample
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a") as file:
+                    file.write(text)
+
+
 class _Worker:
     """A started process and this side of its socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: _Output) -> None:
+        self._output = output
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -78,16 +104,10 @@ class _Worker:
         threading.Thread(target=self._show_output, daemon=True).start()
 
     def _show_output(self) -> None:
-        """Pass on what the function prints, up to a limit."""
         assert self._process.stderr is not None
-        room = OUTPUT_BYTES
         with self._process.stderr as stream:
             while chunk := os.read(stream.fileno(), 1 << 16):
-                text = chunk[: max(0, room)].decode(errors="replace")
-                room -= len(chunk)
-                if room <= 0 < room + len(chunk):
-                    text += f"\n(dropped: reward.function printed over {OUTPUT_BYTES:,} bytes)\n"
-                sys.stderr.write(CONTROLS.sub(lambda found: repr(found[0])[1:-1], text))
+                self._output.write(chunk)
 
     def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         """Raises: TimeoutError, _WorkerGone."""
@@ -184,9 +204,16 @@ class Scoring:
 class RewardPool:
     """Worker processes that run one verifier. They load it while the caller does other things."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Raises: RewardError: the function is no built-in and no file."""
+    def __init__(self, config: RewardConfig, output: Path | None = None) -> None:
+        """
+        Args:
+            output: a file for what the function prints; None: standard error.
+
+        Raises:
+            RewardError: the function is no built-in and no file.
+        """
         self._config = config
+        self._output = _Output(output)
         self._function = resolve_function(config.function)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._workers: dict[int, _Worker] = {}
@@ -252,7 +279,7 @@ class RewardPool:
             if self._closed:
                 raise RewardError(CLOSED)
             try:
-                worker = self._workers[index] = _Worker()
+                worker = self._workers[index] = _Worker(self._output)
             except OSError as error:
                 raise RewardError(f"reward worker {index} cannot be started: {error}") from None
         request = {
