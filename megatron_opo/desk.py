@@ -63,8 +63,8 @@ PROBE_TOKENS = 32
 class Desk:
     """`drawn`, `drawn_from` (the cursor's state before) and `samplings` are of the step in hand;
     `skipped_updates` were skipped since the last one; `servers_lost` is of the latest
-    `unless_servers_lost`; `owes_eval` while an evaluation has begun and is not logged; `reasons`, of which only
-    the digits differ count as one, are those that were shown for samples without a reward."""
+    `unless_servers_lost`; `owes_eval` while an evaluation has begun and is not logged; `reasons`
+    are those that were shown for samples without a reward, without their digits."""
 
     recipe: Recipe
     log: RunLog
