@@ -23,8 +23,8 @@ class Usage:
 
 
 class Watch:
-    """Looks at the tree of `root` in a thread, until left: at its processor seconds whenever the
-    watched file has grown, and at its memory as often as takes MEMORY_SHARE of the time.
+    """Looks at the tree of `root` several times a second, in a thread, until left; at its memory as
+    often as takes MEMORY_SHARE of the time.
 
     Memory is the proportional set size (a page that n processes share counts 1/n for each), summed
     over the processes of one look.
@@ -50,12 +50,10 @@ class Watch:
         next_look = 0.0
         while not self._end.wait(EVERY_S):
             new = count_lines(self._lines_of) - len(self.usage.marks)
+            members = self._look()
             start = time.monotonic()
-            if new or start >= next_look:
-                members = self._look()
-                self.usage.marks += [(start, self.usage.cpu_seconds)] * new
+            self.usage.marks += [(start, self.usage.cpu_seconds)] * new
             if start >= next_look:
-                start = time.monotonic()
                 memory = sum(map(proportional_bytes, members))
                 self.usage.peak_bytes = max(self.usage.peak_bytes, memory)
                 now = time.monotonic()

@@ -11,8 +11,6 @@ from statistics import fmean
 from typing import Any
 
 from megatron_opo.errors import RecipeError
-from megatron_opo.observe.console import duration
-from megatron_opo.observe.files import read_metrics, replace_text
 from megatron_opo.recipe_file import load_recipe
 
 DESCRIPTION = (
@@ -69,7 +67,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train what is not complete, then write DIR/summary.md and DIR/report.html; the exit code."""
+    # What these import is not needed by other commands.
     from megatron_opo.observe.comparison import write_comparison
+    from megatron_opo.observe.files import read_metrics, replace_text
 
     runs = planned_runs(options)
     if not options.only_summary:
@@ -124,6 +124,8 @@ def _listed(option: str, text: str) -> list[str]:
 
 def train(each: Run, recipe: Path, overrides: Sequence[str]) -> int:
     """The run's exit code; what it prints goes to a file beside it."""
+    from megatron_opo.observe.console import duration
+
     each.directory.parent.mkdir(parents=True, exist_ok=True)
     log = each.directory.with_suffix(".log")
     command = [sys.executable, "-m", "megatron_opo", "train", str(recipe), *overrides]

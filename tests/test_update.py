@@ -118,7 +118,7 @@ def ended_by_failures(model: str, run_dir: str):
             desk.drawn_from = cursor.state()
             cursor.next(2)
         try:
-            take_step_or_end(batch, actor, desk, actor.driver, writer)
+            take_step_or_end(batch, actor, desk, actor.driver, writer, None)
         except OpoError as error:
             return f"{type(error).__name__}: {error}"
         finally:

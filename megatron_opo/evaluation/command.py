@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from megatron_opo.errors import RecipeError
-from megatron_opo.observe.console import Console, summary
 from megatron_opo.recipe_file import load_recipe
 from megatron_opo.stop import StopRequest
 
@@ -58,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     from megatron_opo.evaluation.compare import compare, comparison_rows, read_evaluation
+    from megatron_opo.observe.console import summary
 
     given = (options.recipe, options.overrides, options.checkpoint, options.samples, options.out)
     if any(given):
@@ -85,6 +85,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     from megatron_opo.evaluation.run import evaluate
     from megatron_opo.evaluation.source import find_source
     from megatron_opo.evaluation.summary import summary_rows
+    from megatron_opo.observe.console import Console, summary
 
     check_environment()
     source = find_source(options.checkpoint, recipe)
