@@ -177,7 +177,13 @@ def test_ctrl_c_ends_it_and_the_import_that_hangs(tmp_path):
     command = [sys.executable, "-m", "megatron_opo", "doctor"]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     running = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What runs the tests may ignore it, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     importing = int((tmp_path / "began").read_text())
     running.send_signal(signal.SIGINT)

@@ -21,6 +21,7 @@ from servers import (
     perturbed,
     prompts,
     reference_logprobs,
+    reported_versions,
 )
 from transformers import AutoTokenizer
 
@@ -525,12 +526,13 @@ def test_servers_given_by_url_are_not_trusted_before_a_sync(qwen_pool):
 
 
 def test_another_pool_with_other_weights_answers_otherwise(llama_pool):
-    """A server over two ranks: its start weights are version 0, and synced ones are sampled."""
+    """A server over two ranks: what it holds is sampled without a sync, by the version that it
+    reports, and then what it is sent."""
     rollout = llama_pool.rollout()
     assert not rollout.needs_sync
-    weights = llama_pool.weights()
-    assert_whole(sample(rollout, prompts(3), 0), prompts(3), 0)
-    weights = perturbed(weights, 5)
+    (held,) = map(int, reported_versions(llama_pool))
+    assert_whole(sample(rollout, prompts(3), held), prompts(3), held)
+    weights = perturbed(llama_pool.weights(), 5)
     version = llama_pool.next_version()
     rollout.sync(iter(weights.items()), version)
     model = llama_pool.reference(weights)
