@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "cpu_kernel.h"
+
 namespace {
 
 constexpr int kLanes = 16;
@@ -18,31 +20,14 @@ using Vector = float __attribute__((vector_size(4 * kLanes)));
 using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
 using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
 
-template <class To, class From>
-To bits_as(From value) {
-  static_assert(sizeof(To) == sizeof(From));
-  To result;
-  std::memcpy(&result, &value, sizeof(To));
-  return result;
-}
-
 struct BFloat16 {
   uint16_t bits;
 };
 
 float load_one(const float* from) { return *from; }
-float load_one(const BFloat16* from) {
-  return bits_as<float>(static_cast<uint32_t>(from->bits) << 16);
-}
+float load_one(const BFloat16* from) { return from_bfloat16(from->bits); }
 void store_one(float* to, float value) { *to = value; }
-void store_one(BFloat16* to, float value) {
-  const uint32_t bits = bits_as<uint32_t>(value);
-  if (value != value) {
-    to->bits = static_cast<uint16_t>((bits >> 16) | 0x40);
-  } else {
-    to->bits = static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);  // nearest, even
-  }
-}
+void store_one(BFloat16* to, float value) { to->bits = to_bfloat16(value); }
 
 Vector load(const float* from) {
   Vector result;
@@ -91,13 +76,6 @@ Vector exponential(Vector x) {
   const Integers exponent = (bits_as<Integers>(shifted) - bits_as<int32_t>(kRound)) << 23;
   const Integers power = (bits_as<Integers>(p) + exponent) & in_range;
   return bits_as<Vector>(power | (not_a_number & bits_as<int32_t>(NAN)));
-}
-
-// The processor's own prefetching does not know where the next key or value lies.
-template <class Element>
-void prefetch(const Element* address, int64_t count) {
-  constexpr int64_t kLine = 64 / sizeof(Element);
-  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address + i);
 }
 
 struct Shape {

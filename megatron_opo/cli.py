@@ -70,6 +70,19 @@ def _main(arguments: list[str] | None) -> None:
     sys.exit(code)
 
 
+# Modules with DESCRIPTION, add_options(parser) and run(options).
+SUB_COMMANDS = (
+    ("plan", plan_command, "what a recipe needs, without a GPU"),
+    ("import-verl", verl_command, "a recipe from a run of verl's: its script, YAML or overrides"),
+    ("doctor", doctor_command, "is this machine fit, and what to do where it is not"),
+    ("data", data_command, "show, check and convert datasets"),
+    ("eval", eval_command, "evaluate a checkpoint, or compare two evaluations"),
+    ("report", report_command, "write a run, or several over each other, as one HTML file"),
+    ("watch", watch_command, "a run as it goes on"),
+    ("compare", compare_command, "a recipe under several estimators and seeds"),
+)
+
+
 class _Output(io.FileIO):
     """Standard output. When who reads it has ended (`| head`), so does this program, with the code
     that a shell gives to one that SIGPIPE ends; a broken connection is an error as ever."""
@@ -153,63 +166,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.set_defaults(run=_launch)
 
-    plan = commands.add_parser(
-        "plan", help="what a recipe needs, without a GPU", description=plan_command.DESCRIPTION
-    )
-    plan_command.add_options(plan)
-    plan.set_defaults(run=plan_command.run)
-
-    verl = commands.add_parser(
-        "import-verl",
-        help="a recipe from a run of verl's: its script, YAML or overrides",
-        description=verl_command.DESCRIPTION,
-    )
-    verl_command.add_options(verl)
-    verl.set_defaults(run=verl_command.run)
-
-    doctor = commands.add_parser(
-        "doctor",
-        help="is this machine fit, and what to do where it is not",
-        description=doctor_command.DESCRIPTION,
-    )
-    doctor_command.add_options(doctor)
-    doctor.set_defaults(run=doctor_command.run)
-
-    data = commands.add_parser(
-        "data", help="show, check and convert datasets", description=data_command.DESCRIPTION
-    )
-    data_command.add_options(data)
-    data.set_defaults(run=data_command.run)
-
-    evaluation = commands.add_parser(
-        "eval",
-        help="evaluate a checkpoint, or compare two evaluations",
-        description=eval_command.DESCRIPTION,
-    )
-    eval_command.add_options(evaluation)
-    evaluation.set_defaults(run=eval_command.run)
-
-    report = commands.add_parser(
-        "report",
-        help="write a run, or several over each other, as one HTML file",
-        description=report_command.DESCRIPTION,
-    )
-    report_command.add_options(report)
-    report.set_defaults(run=report_command.run)
-
-    watch = commands.add_parser(
-        "watch", help="a run as it goes on", description=watch_command.DESCRIPTION
-    )
-    watch_command.add_options(watch)
-    watch.set_defaults(run=watch_command.run)
-
-    compare = commands.add_parser(
-        "compare",
-        help="a recipe under several estimators and seeds",
-        description=compare_command.DESCRIPTION,
-    )
-    compare_command.add_options(compare)
-    compare.set_defaults(run=compare_command.run)
+    for name, module, about in SUB_COMMANDS:
+        command = commands.add_parser(name, help=about, description=module.DESCRIPTION)
+        module.add_options(command)
+        command.set_defaults(run=module.run)
 
     logs = commands.add_parser(
         "logs",
@@ -425,8 +385,8 @@ def _is_finished(recipe: Recipe) -> bool:
         if _has_trained(run_path) and not is_restart(run_path):
             raise RecipeError(
                 f"run_dir: {run_path} holds an earlier run that left no checkpoint to resume from; "
-                "add --fresh to move it aside and start anew, or choose another "
-                "name= or run_dir="
+                "add --fresh to move it aside and start anew (in a job, which takes no --fresh: mv "
+                "it), or choose another name= or run_dir="
             )
         return False
     if checkpoint.version < recipe.train.steps or checkpoint.owes_eval:
@@ -437,7 +397,8 @@ def _is_finished(recipe: Recipe) -> bool:
         return False
     print(
         f"{run_path} already has all of its {recipe.train.steps} steps: raise train.steps to go "
-        "on, or add --fresh to move it aside and start anew"
+        "on, or add --fresh to move it aside and start anew (in a job, which takes no --fresh: mv "
+        "it)"
     )
     return True
 

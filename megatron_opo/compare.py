@@ -16,8 +16,8 @@ from megatron_opo.recipe_file import load_recipe
 DESCRIPTION = (
     "Train a recipe once for each estimator and seed, one run after the other, and compare what "
     "came of them. Runs that are complete are not repeated, and one that was stopped goes on: the "
-    "same command again. For a cluster start the runs as an array (docs/cluster.md) and give "
-    "--only-summary."
+    "same command again. On a cluster start them as an array of jobs (docs/cluster.md), each with "
+    "run_dir=DIR/ESTIMATOR_seed_N, and give --only-summary."
 )
 OURS = ("algorithm.estimator=", "seed=", "run_dir=", "name=", "log.policy_shift=")
 
@@ -141,20 +141,12 @@ def train(each: Run, recipe: Path, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _last_quarter(name: str) -> Callable[..., float | None]:
-    """The mean over the last quarter of the steps."""
+def _mean(name: str, last: float = 1.0) -> Callable[..., float | None]:
+    """Over the last share of the steps, of those that have a value."""
 
     def value(steps: list[dict[str, Any]], _evals: list[dict[str, Any]]) -> float | None:
-        part = [step.get(name) for step in steps[-max(1, len(steps) // 4) :]]
+        part = [step.get(name) for step in steps[-max(1, int(last * len(steps))) :]]
         part = [value for value in part if value is not None]
-        return fmean(part) if part else None
-
-    return value
-
-
-def _all_steps(name: str) -> Callable[..., float | None]:
-    def value(steps: list[dict[str, Any]], _evals: list[dict[str, Any]]) -> float | None:
-        part = [step[name] for step in steps if step.get(name) is not None]
         return fmean(part) if part else None
 
     return value
@@ -170,12 +162,12 @@ def _last_eval(_steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> flo
 
 COLUMNS = (
     Column("last eval, avg@k", _last_eval),
-    Column("reward, last quarter", _last_quarter("critic/rewards/mean")),
-    Column("entropy, last quarter", _last_quarter("actor/entropy")),
-    Column("KL to the start, last quarter", _last_quarter("on_policy/kl_to_start")),
-    Column("KL of a step, mean", _all_steps("on_policy/kl_step")),
-    Column("response length, last quarter", _last_quarter("response_length/mean")),
-    Column("gradient norm, mean", _all_steps("actor/grad_norm")),
+    Column("reward, last quarter", _mean("critic/rewards/mean", last=0.25)),
+    Column("entropy, last quarter", _mean("actor/entropy", last=0.25)),
+    Column("KL to the start, last quarter", _mean("on_policy/kl_to_start", last=0.25)),
+    Column("KL of a step, mean", _mean("on_policy/kl_step")),
+    Column("response length, last quarter", _mean("response_length/mean", last=0.25)),
+    Column("gradient norm, mean", _mean("actor/grad_norm")),
 )
 
 

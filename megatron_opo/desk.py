@@ -28,7 +28,7 @@ from megatron_opo.prompts import (
 )
 from megatron_opo.recipe import Recipe
 from megatron_opo.recipe_file import dump_recipe
-from megatron_opo.rewards import RewardPool, Scoring
+from megatron_opo.rewards import REWARD_LOG, RewardPool, Scoring
 from megatron_opo.rollout import (
     Rollout,
     RolloutStats,
@@ -54,9 +54,9 @@ T = TypeVar("T")
 # Of a prompt whose group was given up (rollout.extra_prompts).
 MOST_TIMES_BACK = 2
 PROBE_PROMPTS = 4
+PROBE_TOKENS = 32
 # Of why samples have no reward: in a run, and at once.
 MOST_REASONS, SHOWN_REASONS = 20, 3
-PROBE_TOKENS = 32
 
 
 @dataclass
@@ -339,9 +339,7 @@ def open_desk(
         resources.callback(rewards.close)
         tokenizer = load_tokenizer(recipe.model.path)
         train_prompts, eval_prompts = load_data(recipe, hf_config, tokenizer)
-        play = None
-        if recipe.rollout.function is not None:
-            play = load_play(recipe.rollout.function, recipe.rollout.function_timeout_s, tokenizer)
+        play = load_play(recipe.rollout, tokenizer)
         cursor = PromptCursor(train_prompts, shuffle=recipe.data.shuffle, seed=recipe.seed)
         if checkpoint is not None:
             cursor.restore(checkpoint.cursor)
@@ -421,7 +419,7 @@ def reward_log(run_path: Path) -> Path:
     """Where `megatron-opo logs` finds it."""
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     directory = run_path / "logs"
-    return (directory / attempt / "rank_0" if attempt else directory) / "rewards.log"
+    return (directory / attempt / "rank_0" if attempt else directory) / REWARD_LOG
 
 
 def phase(desk: Desk | None, driver: Driver, name: str):

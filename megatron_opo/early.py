@@ -27,8 +27,7 @@ def started_servers(recipe: Recipe, device: str) -> Iterator[list[Server]]:
     for split, dataset in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         if dataset is not None:
             check_files(dataset, split)
-    if recipe.rollout.function is not None:
-        find_function(recipe.rollout.function)
+    find_function(recipe.rollout)
     # In a job of several nodes a launcher holds it.
     held = nullcontext() if ATTEMPT_VARIABLE in os.environ else only_run(recipe.run_path)
     with held:

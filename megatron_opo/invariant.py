@@ -94,6 +94,8 @@ def _attention(query, key, value, positions, scale, window) -> torch.Tensor:
     rows = query.float().unflatten(2, (kv_heads, group)).transpose(1, 2)
     rows = _fill(rows.reshape(batch * kv_heads, count * group, -1), 1, ROW_TILE)
     keys, values = (_fill(part.float().flatten(0, 1), 1, KEY_BLOCK) for part in (key, value))
+    channels = values.shape[2]
+    values = _fill(values, 2, ROW_TILE)  # fewer columns than a tile are added up otherwise, too
     scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(scale)
     scores.masked_fill_(_hidden(positions, group, scores, window), -torch.inf)
     weights = torch.softmax(scores, -1)
@@ -101,7 +103,8 @@ def _attention(query, key, value, positions, scale, window) -> torch.Tensor:
     for start in range(0, values.shape[1], KEY_BLOCK):
         block = slice(start, start + KEY_BLOCK)
         out.baddbmm_(weights[:, :, block], values[:, block])
-    out = out[:, : count * group].view(batch, kv_heads, count, group, -1)
+    out = out[:, : count * group, :channels].unflatten(1, (count, group))
+    out = out.unflatten(0, (batch, kv_heads))
     return out.transpose(1, 2).flatten(2, 3).to(query.dtype)
 
 

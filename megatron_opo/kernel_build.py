@@ -12,20 +12,28 @@ from pathlib import Path
 
 from megatron_opo.errors import KernelError
 
+PACKAGE = Path(__file__).parent
 CPP_FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC"]
 
 
 def build(source: Path, command: list[str]) -> Path:
     """The library that `command` (a compiler and its flags) makes of `source`.
 
-    It lies in the user's cache under a hash of all that it depends on: source, command, the
-    compiler's version and this processor, so that machines that share a home directory do not
-    run each other's code.
+    It lies in the user's cache under a hash of all that it depends on: source, the package's
+    headers, command, the compiler's version and this processor, so that machines that share a home
+    directory do not run each other's code.
 
     Raises:
         KernelError: the compiler does not run or refuses the source; the message has its output.
     """
-    parts = [source.read_text(), *command, _output([command[0], "--version"]), _processor()]
+    headers = [header.read_text() for header in sorted(PACKAGE.glob("*.h"))]
+    parts = [
+        source.read_text(),
+        *headers,
+        *command,
+        _output([command[0], "--version"]),
+        _processor(),
+    ]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     library = cache_directory() / f"{source.stem}-{digest}.so"
     if not library.exists():

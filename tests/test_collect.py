@@ -80,7 +80,9 @@ def open_desk(qwen_pool, tmp_path):
                 recipe.run_path, recipe_text="name: r\n", versions={}, total_steps=1, quiet=True
             )
             resources.enter_context(log)
-            rewards = resources.enter_context(RewardPool(recipe.reward))
+            rewards = resources.enter_context(
+                RewardPool(recipe.reward, reward_log(recipe.run_path))
+            )
             cursor = PromptCursor(known, shuffle=True, seed=3)
             stop = StopRequest()
             desk = Desk(recipe, log, cursor, known, None, rewards, rollout, stop, ExitStack())

@@ -11,6 +11,7 @@ from models import character_tokenizer
 
 from megatron_opo.batch import Group, Prompt, Sample, pack
 from megatron_opo.errors import RecipeError, ServerError
+from megatron_opo.recipe import RolloutConfig
 from megatron_opo.rollout.episode import Episode, Play, load_play
 
 PROMPT = Prompt("p", (5, 6), "ab", "test", None)
@@ -60,6 +61,11 @@ async def hangs(episode):
     await asyncio.sleep(100)
 
 
+async def times_out_itself(episode):
+    async with asyncio.timeout(0.01):
+        await asyncio.sleep(100)
+
+
 async def never_stops(episode):
     while True:
         with suppress(Exception):
@@ -79,6 +85,7 @@ async def asks_twice(episode):
     [
         (raises, r"rollout\.function: ValueError: no such tool \(line \d+ of test_episode\.py\)"),
         (hangs, r"rollout\.function took over 0\.2 s"),
+        (times_out_itself, r"rollout\.function: TimeoutError \(line \d+ of test_episode\.py\)"),
         (never_stops, r"rollout\.function took over 0\.2 s"),
         (says_nothing, r"ended before the policy had said anything"),
         (asks_twice, r"generate\(\) was called while the episode was still generating"),
@@ -135,5 +142,7 @@ def test_a_function_that_cannot_be_had_is_named(tmp_path, name, problem):
     for file, text in FILES.items():
         (tmp_path / file).write_text(text)
     with pytest.raises(RecipeError, match=r"^rollout\.function: .*" + problem):
-        load_play(str(tmp_path / name), 1.0, TOKENIZER)
-    assert load_play(str(tmp_path / "good.py:talk"), 1.0, TOKENIZER).timeout_s == 1.0
+        load_play(RolloutConfig(function=str(tmp_path / name)), TOKENIZER)
+    good = RolloutConfig(function=str(tmp_path / "good.py:talk"), function_timeout_s=1.0)
+    assert load_play(good, TOKENIZER).timeout_s == 1.0
+    assert load_play(RolloutConfig(), TOKENIZER) is None

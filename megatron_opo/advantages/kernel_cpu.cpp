@@ -11,15 +11,9 @@
 #include <thread>
 #include <vector>
 
-namespace {
+#include "../cpu_kernel.h"
 
-template <class To, class From>
-To bits_as(From value) {
-  static_assert(sizeof(To) == sizeof(From));
-  To result;
-  std::memcpy(&result, &value, sizeof(To));
-  return result;
-}
+namespace {
 
 struct Float32 {
   using Word = uint32_t;
@@ -29,13 +23,8 @@ struct Float32 {
 
 struct BFloat16 {
   using Word = uint16_t;
-  static float load(Word word) { return bits_as<float>(static_cast<uint32_t>(word) << 16); }
-  static Word round(double value) {
-    const float narrow = static_cast<float>(value);
-    const uint32_t bits = bits_as<uint32_t>(narrow);
-    if (narrow != narrow) return static_cast<Word>((bits >> 16) | 0x40);
-    return static_cast<Word>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);  // to nearest, even
-  }
+  static float load(Word word) { return from_bfloat16(word); }
+  static Word round(double value) { return to_bfloat16(static_cast<float>(value)); }
 };
 
 struct Float16 {
@@ -45,13 +34,6 @@ struct Float16 {
     return bits_as<Word>(static_cast<_Float16>(static_cast<float>(value)));
   }
 };
-
-// The processor's own prefetching stops at every page, and a row is few pages.
-template <class Word>
-void prefetch(const Word* address, int64_t count) {
-  constexpr int64_t kLine = 64 / sizeof(Word);
-  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address + i);
-}
 
 // Calls work(item) for every item, on up to so many threads. Nobody waits for a thread that the
 // system is slow to start: it finds the items taken, and nothing but the counters is touched.

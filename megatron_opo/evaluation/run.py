@@ -26,7 +26,7 @@ from megatron_opo.observe.files import replace_text
 from megatron_opo.prompts import PromptSet, check_tokenizer, load_prompts, load_tokenizer
 from megatron_opo.recipe import Recipe
 from megatron_opo.recipe_file import dump_recipe
-from megatron_opo.rewards import RewardPool
+from megatron_opo.rewards import REWARD_LOG, RewardPool
 from megatron_opo.rollout import (
     Rollout,
     Server,
@@ -68,8 +68,7 @@ def evaluate(
     given, recipe = recipe, as_evaluated(recipe, source.path, samples)
     assert recipe.data.eval is not None
     check_files(recipe.data.eval, "eval")
-    if recipe.rollout.function is not None:
-        find_function(recipe.rollout.function)
+    find_function(recipe.rollout)
     make_out(out)
     replace_text(out / "recipe.yaml", dump_recipe(given))
     start = time.monotonic()
@@ -115,16 +114,14 @@ def _sample_and_score(recipe: Recipe, source: Source, out: Path, console: Consol
     config = check_model(recipe)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as held:
-        rewards = held.enter_context(RewardPool(recipe.reward))
+        rewards = held.enter_context(RewardPool(recipe.reward, out / "logs" / REWARD_LOG))
         servers = launch_servers(recipe.rollout, recipe.model, out / "logs", device)
         held.callback(close_servers, servers)
         tokenizer = load_tokenizer(recipe.model.path)
         check_tokenizer(tokenizer, config["vocab_size"])
         assert recipe.data.eval is not None
         prompts = load_prompts(recipe.data.eval, recipe.data, tokenizer, "eval")
-        play = None
-        if recipe.rollout.function is not None:
-            play = load_play(recipe.rollout.function, recipe.rollout.function_timeout_s, tokenizer)
+        play = load_play(recipe.rollout, tokenizer)
         console.line(summary_text(_rows(recipe, source, prompts, out)))
         rewards.wait_ready()
         rollout = _rollout(recipe, servers, out, device, console)

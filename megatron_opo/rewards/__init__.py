@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_opo.rewards.pool import RewardPool, Scoring
 
-__all__ = ["RewardPool", "Scoring"]
+__all__ = ["REWARD_LOG", "RewardPool", "Scoring"]
+
+# Among the logs of a run: what its reward function prints.
+REWARD_LOG = "rewards.log"
 
 
 def __getattr__(name: str) -> Any:

@@ -55,9 +55,9 @@ class _WorkerGone(Exception):
 
 
 class _Output:
-    """Where all that a function prints goes, up to a limit: a file, or standard error."""
+    """The file for all that a function prints, up to a limit."""
 
-    def __init__(self, path: Path | None):
+    def __init__(self, path: Path):
         self._path = path
         self._room = OUTPUT_BYTES
         self._lock = threading.Lock()
@@ -69,9 +69,6 @@ class _Output:
             if self._room <= 0 < before:
                 text += f"\n(dropped: reward.function printed over {OUTPUT_BYTES:,} bytes)\n"
             text = CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
-            if self._path is None:
-                sys.stderr.write(text)
-                return
             with suppress(OSError):  # it must not cost a sample
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a") as file:
@@ -204,10 +201,10 @@ class Scoring:
 class RewardPool:
     """Worker processes that run one verifier. They load it while the caller does other things."""
 
-    def __init__(self, config: RewardConfig, output: Path | None = None) -> None:
+    def __init__(self, config: RewardConfig, output: Path) -> None:
         """
         Args:
-            output: a file for what the function prints; None: standard error.
+            output: a file, to which what the function prints is added.
 
         Raises:
             RewardError: the function is no built-in and no file.

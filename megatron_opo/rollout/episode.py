@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_opo.batch import Prompt, Sample
 from megatron_opo.errors import OpoError, RecipeError
+from megatron_opo.recipe import RolloutConfig
 from megatron_opo.user_code import LoadError, describe, load, resolve
 
 # Token ids so far, most tokens to sample, stop strings -> what was sampled.
@@ -157,50 +158,56 @@ class Play:
         """
         problem = None
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self.timeout_s) as limit:
                 await self.function(episode)
         except EpisodeFullError:
             pass
-        except TimeoutError:
-            problem = f"rollout.function took over {self.timeout_s:g} s"
-        except Exception as error:
+        except Exception as error:  # a tool's own TimeoutError, too
             problem = f"rollout.function: {describe(error, self.path)}"
+            if limit.expired():
+                problem = f"rollout.function took over {self.timeout_s:g} s"
         if episode.failure is not None:
             raise episode.failure
         return episode.sample(problem)
 
 
-def find_function(function: str) -> str:
-    """rollout.function with its path made absolute.
+def find_function(config: RolloutConfig) -> str | None:
+    """rollout.function with its path made absolute; None where there is none.
 
     Raises:
         RecipeError: there is no such file.
     """
+    if config.function is None:
+        return None
     try:
-        return resolve(function)
+        return resolve(config.function)
     except LoadError as error:
         raise RecipeError(f"rollout.function: {error}") from None
 
 
-def load_play(function: str, timeout_s: float, tokenizer: Any) -> Play:
-    """
+def load_play(config: RolloutConfig, tokenizer: Any) -> Play | None:
+    """None where there is no rollout.function.
+
     Raises:
         RecipeError: the function cannot be loaded, or is not an async one of one argument.
     """
-    found = find_function(function)
+    function = find_function(config)
+    if function is None:
+        return None
     try:
-        target = load(found)
+        target = load(function)
     except LoadError as error:
         raise RecipeError(f"rollout.function: {error}") from None
     if not inspect.iscoroutinefunction(target):
         raise RecipeError(
-            f"rollout.function: {function!r} is not an async function; define it as "
+            f"rollout.function: {config.function!r} is not an async function; define it as "
             "`async def NAME(episode):` and await episode.generate() in it"
         )
     try:
         inspect.signature(target).bind(None)
     except TypeError as error:
         raise RecipeError(
-            f"rollout.function: {function!r} is called with one argument, the episode: {error}"
+            f"rollout.function: {config.function!r} is called with one argument, the episode: "
+            f"{error}"
         ) from None
-    return Play(target, found.rpartition(":")[0], timeout_s, tokenizer)
+    return Play(target, function.rpartition(":")[0], config.function_timeout_s, tokenizer)

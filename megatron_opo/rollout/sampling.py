@@ -48,7 +48,13 @@ class Sampling:
             seeds = [self._seed(prompt, i) for i in range(self.samples_per_prompt)]
         before = prefill_request(prompt) if self.computes_first(prompt) else None
         return await self._ask(
-            requests, prompt, seeds, self.samples_per_prompt, f"prompt {prompt.id}", before=before
+            requests,
+            prompt,
+            seeds,
+            self.samples_per_prompt,
+            f"prompt {prompt.id}",
+            most=self.max_response_tokens,
+            before=before,
         )
 
     def computes_first(self, prompt: Prompt) -> bool:
@@ -89,7 +95,7 @@ class Sampling:
         samples: int,
         what: str,
         *,
-        most: int | None = None,
+        most: int,
         stop: tuple[str, ...] = (),
         before: dict[str, Any] | None = None,
         last: str = "",
@@ -100,7 +106,7 @@ class Sampling:
             seeds=seeds,
             temperature=self.temperature,
             top_p=self.top_p,
-            max_response_tokens=most or self.max_response_tokens,
+            max_response_tokens=most,
             stop_token_ids=self.stop_token_ids,
             stop=stop,
         )
