@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import pickletools
 import re
 import resource
 import shutil
@@ -320,6 +321,18 @@ def test_damaged_metadata_is_one_clear_error(data, converted, tmp_path_factory):
         assert str(error).startswith(f"checkpoint {checkpoint}: ")
     else:
         assert damaged != "cut"
+
+
+def test_a_damaged_memo_takes_no_memory(llama):
+    """A damaged byte makes of a memo's number one of four bytes: CPython would make room for it."""
+    model, checkpoint = llama
+    found = pickle.loads((checkpoint / ".metadata").read_bytes())
+    content = pickle.dumps(found, protocol=2)
+    memo = next(at for opcode, _, at in pickletools.genops(content) if opcode.name == "BINPUT")
+    content = content[:memo] + b"r" + (50_000_000).to_bytes(4, "little") + content[memo + 2 :]
+    (checkpoint / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged \(.*memo 50,000,000"):
+        open_for(checkpoint, model)
 
 
 def _cut(checkpoint: Path) -> str:

@@ -5,8 +5,10 @@ chunks, and a pickle that says which chunk of which tensor is where. A pickle ma
 to be called; here only the classes pass of which such metadata consists.
 """
 
+import io
 import json
 import pickle
+import pickletools
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -82,6 +84,19 @@ class _MetadataUnpickler(pickle.Unpickler):
             raise _Refused(f"{module_name}.{global_name}") from None
 
 
+def _unpickled(content: bytes) -> Any:
+    memos = (
+        argument
+        for opcode, argument, _ in pickletools.genops(content)
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT")
+    )
+    # CPython makes room for as many memos as the largest number says: one damaged byte, and it
+    # asks for gigabytes.
+    if (largest := max(memos, default=0)) > len(content):
+        raise pickle.UnpicklingError(f"memo {largest:,} in a pickle of {len(content):,} bytes")
+    return _MetadataUnpickler(io.BytesIO(content)).load()
+
+
 def read_metadata(directory: Path) -> Metadata:
     """Read and check the metadata of a checkpoint; all files it speaks of are there, and are long
     enough for what they hold. `storage_data` maps a chunk to its file.
@@ -93,8 +108,7 @@ def read_metadata(directory: Path) -> Metadata:
     _check_format(directory)
     path = directory / METADATA
     try:
-        with open(path, "rb") as file:
-            found = _MetadataUnpickler(file).load()
+        found = _unpickled(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(
             f"checkpoint {directory}: {METADATA} is missing: it was not written to its end, or not "
