@@ -19,7 +19,7 @@ models/tiny_arithmetic/config.json: | setup
 
 test: lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest \
-		-n $(WORKERS) --dist loadfile --no-loadscope-reorder
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_opo import BEGAN, BEGAN_VARIABLE
 from megatron_opo.errors import LogError
+from megatron_opo.ports import claim_port
 from megatron_opo.stop import SAME_WISH_SECONDS
 
 GRACE_SECONDS = 30.0
@@ -49,12 +50,16 @@ class Seats:
     ranks: range
     world_size: int
     rendezvous: dict[str, str]
+    # Keeps the rendezvous' port until rank 0 listens there.
+    claim: socket.socket | None = None
 
 
 def all_seats(world_size: int) -> Seats:
     """A job that is on this machine alone."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    return Seats(range(world_size), world_size, place)
+    claim = claim_port("127.0.0.1")
+    host, port = claim.getsockname()
+    place = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return Seats(range(world_size), world_size, place, claim)
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -310,9 +315,3 @@ def _kill(ranks: list[subprocess.Popen]) -> None:
         if rank.poll() is None:
             rank.kill()
         rank.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -48,3 +48,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             else len(LONGEST_FIRST)
         )
     )
+
+
+class FailuresAtOnce:
+    """A run that is ended before its end has told them nevertheless."""
+
+    def __init__(self, terminal: pytest.TerminalReporter):
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.write_line(f"\n{report.nodeid} failed:\n{report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)  # when the terminal reporter is there
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(terminal))

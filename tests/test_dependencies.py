@@ -33,15 +33,16 @@ ALLOWED = {
     "invariant": set(),
     "kernel_build": {"errors"},
     "user_code": set(),
+    "ports": set(),
     "compare": {"errors", "observe", "recipe_file"},
     "attention_kernel": {"kernel_build"},
     "sglang_plugin": {"attention_kernel", "errors", "invariant"},
-    "rollout": BASE | {"sglang_plugin", "spans", "user_code"},
+    "rollout": BASE | {"ports", "sglang_plugin", "spans", "user_code"},
     "weights": BASE,
     "actor": BASE
     | {"checkpoint_files", "model_fit", "on_policy", "plan", "runs", "spans", "spmd", "weights"},
     "dynamic_sampling": BASE,
-    "launch": {"errors", "stop"},
+    "launch": {"errors", "ports", "stop"},
     "plan": {"errors", "model_fit", "recipe", "recipe_file", "weights"},
     "data": BASE | {"prompts", "recipe_file", "rows"},
     "doctor": {"environment", "errors", "kernel_build", "model_fit", "plan", "preflight"}

@@ -202,6 +202,9 @@ def test_a_server_that_is_too_slow_is_named_and_can_be_closed_twice(tmp_path, mo
         with pytest.raises(ServerError, match=r"still runs.*within 2 s.*start_timeout_s"):
             wait_healthy(servers, 2.0, lambda *seen: waits.append(seen))
         assert servers[0].exit_code is None
+        # Nobody else got its port in the meantime.
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", int(servers[0].url.rpartition(":")[2])))
     finally:
         close_servers(servers)
     assert servers[0].exit_code is not None

@@ -9,6 +9,7 @@ its exit code).
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ class Server:
 
     `process` is the guard that leads the server's process group and exits with its code, or with
     128 and the number of the signal that ended it. `command` and `environment` are the guard's.
+    `claim` keeps the port for the server until it listens, and between its ends and new starts.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Server:
     api_key: str | None = field(default=None, repr=False)
     command: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    claim: socket.socket | None = field(default=None, repr=False)
     owner: int = field(default_factory=os.getpid)
     starts: int = 1
     spans: Spans = field(default_factory=Spans, repr=False)
@@ -139,6 +142,8 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self._remove_scratch()
+        if self.claim is not None:
+            self.claim.close()
 
     def _remove_scratch(self) -> None:
         """A guard that was killed has left it, with the key."""

@@ -19,6 +19,7 @@ import aiohttp
 
 from megatron_opo import sglang_plugin
 from megatron_opo.errors import ServerError
+from megatron_opo.ports import claim_port
 from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.redaction import API_KEY_VARIABLE
 from megatron_opo.rollout import guard
@@ -88,12 +89,9 @@ def launch_servers(
         )
     log_dir.mkdir(parents=True, exist_ok=True)
     servers: list[Server] = []
-    # Held open until all are chosen, so that two servers never get the same free port.
-    held = [_claim_port(rollout, i) for i in range(rollout.servers)]
-    ports = [claim.getsockname()[1] for claim in held]
-    for claim in held:
-        claim.close()
-    for i, port in enumerate(ports):
+    claims = [_claim(rollout, i) for i in range(rollout.servers)]
+    for i, claim in enumerate(claims):
+        port = claim.getsockname()[1]
         command = [sys.executable, "-P", "-m", "sglang.launch_server"]
         command += command_line(server_options(rollout, model, device, i, port))
         server = Server(
@@ -103,6 +101,7 @@ def launch_servers(
             api_key=key,
             command=guarded(command),
             environment=server_environment(rollout, model, device, i) | {API_KEY_VARIABLE: key},
+            claim=claim,
         )
         server.launch()
         atexit.register(server.close)
@@ -129,20 +128,15 @@ def api_key() -> str:
     return key
 
 
-def _claim_port(rollout: RolloutConfig, index: int) -> socket.socket:
+def _claim(rollout: RolloutConfig, index: int) -> socket.socket:
     port = rollout.port + index if rollout.port else 0
-    claim = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # As the server does: a port that only lingers after its last owner counts as free.
-    claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        claim.bind((rollout.host, port))
+        return claim_port(rollout.host, port)
     except OSError as error:
-        claim.close()
         raise ServerError(
             f"server {index}: cannot listen on {rollout.host}:{port}: {error.strerror}. "
             "Stop what uses the port, or choose another with rollout.port (0: a free one)"
         ) from None
-    return claim
 
 
 def server_options(

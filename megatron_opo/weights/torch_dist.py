@@ -85,11 +85,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _unpickled(content: bytes) -> Any:
-    memos = (
+    memos = [
         argument
         for opcode, argument, _ in pickletools.genops(content)
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT")
-    )
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument is not None
+    ]
     # CPython makes room for as many memos as the largest number says: one damaged byte, and it
     # asks for gigabytes.
     if (largest := max(memos, default=0)) > len(content):
