@@ -5,7 +5,8 @@ Reproducible sampling: SGLang's own deterministic mode has no operations for CPU
 token and its logprob are a function of weights, prompt and seed alone: whatever else is in the
 batch, in the cache, or on the machine.
 
-A quick start: the processes of a server are forked, so that only the first one imports SGLang.
+Quickness: the processes of a server are forked, so that only the first one imports SGLang, and what
+a weight update needs again for each of its messages is kept.
 
 Shared memory under the server's own name, so that whoever ends it knows what to remove.
 """
@@ -25,7 +26,7 @@ from megatron_opo import attention_kernel, invariant
 from megatron_opo.errors import KernelError
 
 VARIABLE = "MEGATRON_OPO_DETERMINISTIC_CPU"
-FORK_VARIABLE = "MEGATRON_OPO_FORK"
+QUICK_VARIABLE = "MEGATRON_OPO_QUICK"
 SHARED_NAME_VARIABLE = "MEGATRON_OPO_SHARED_NAME"
 BACKEND = "torch_native"
 
@@ -41,9 +42,11 @@ def register() -> None:
     if SHARED_NAME_VARIABLE in os.environ:
         for target in SHARED_NAMES:
             _hook(target, own_name, "AROUND")
-    if os.environ.get(FORK_VARIABLE):
+    if os.environ.get(QUICK_VARIABLE):
         _hook(BEFORE_CHILDREN, fork_children, "AFTER")
         _hook(AFTER_WARMUP, do_nothing, "REPLACE")
+        _hook(BEFORE_LOADING, ask_once, "AROUND")
+        _hook(LOADING, keep_open, "AROUND")
     if VARIABLE in os.environ:
         _register_operations()
 
@@ -67,6 +70,21 @@ def fork_children(*_) -> None:
 def do_nothing(*_) -> None:
     """A server without a warm-up asks itself for something before it listens, and logs how that
     failed. The trainer asks for it later."""
+
+
+def ask_once(original: Callable, model: torch.nn.Module) -> str | None:
+    """Whether a model can be given weights is settled at its start; SGLang walks over its modules
+    for each message."""
+    if model not in _ANSWERS:
+        _ANSWERS[model] = original(model)
+    return _ANSWERS[model]
+
+
+def keep_open(original: Callable, updater, flattened_tensor_bucket_dict: dict) -> tuple[bool, str]:
+    """The memory that weights come in stays mapped until some comes in another: to map it anew for
+    each message, page by page, takes as long as to read it."""
+    _KEPT_OPEN[:] = [flattened_tensor_bucket_dict["flattened_tensor"].untyped_storage()]
+    return original(updater, flattened_tensor_bucket_dict)
 
 
 def _register_operations() -> None:
@@ -241,6 +259,11 @@ SHARED_NAMES = [
     "sglang.srt.managers.load_snapshot.shm_path_for",
     "sglang.srt.utils.stale_shm_cleanup.make_shm_name",
 ]
+_ANSWERS: dict[torch.nn.Module, str | None] = {}
+_KEPT_OPEN: list[torch.UntypedStorage] = []
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater."
+BEFORE_LOADING = _UPDATER + "_unsupported_derived_weight_cache_error"
+LOADING = _UPDATER + "WeightUpdater._update_weights_from_flattened_bucket"
 # Where SGLang decides how its processes are started.
 BEFORE_CHILDREN = "sglang.srt.entrypoints.engine._set_envs_and_config"
 AFTER_WARMUP = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"

@@ -223,7 +223,7 @@ from megatron_opo.recipe import ModelConfig, RolloutConfig
 from megatron_opo.rollout import launch_servers
 
 model = ModelConfig(path=sys.argv[1], dtype="float32")
-rollout = RolloutConfig(server_env={"MEGATRON_OPO_FORK": sys.argv[3]})
+rollout = RolloutConfig(server_env={"MEGATRON_OPO_QUICK": sys.argv[3]})
 servers = launch_servers(rollout, model, Path(sys.argv[2]), "cpu")
 print(servers[0].process.pid, flush=True)
 sys.stdin.read()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -50,7 +51,7 @@ def test_new_weights_are_sampled_from_at_once(qwen_pool, transport):
         spans.take()
         with spans.of("sync"):
             stats = rollout.sync(iter(weights.items()), version)
-        check_spans(spans.take(), qwen_pool, joins=seed == 1, on_disk=transport == "disk")
+        check_spans(spans.take(), qwen_pool, first=seed == 1, on_disk=transport == "disk")
         assert stats.tensors == len(weights)
         assert stats.bytes == sum(t.nbytes for t in weights.values())
         # Per server: 4 layers of 8 fused parameters, the embedding and the last norm.
@@ -61,12 +62,12 @@ def test_new_weights_are_sampled_from_at_once(qwen_pool, transport):
     assert kept == ([f"version_{version}"] if transport == "disk" else [])
 
 
-def check_spans(stretch, pool, joins, on_disk):
+def check_spans(stretch, pool, first, on_disk):
     """All of it has a name, and each server's requests are on a track of its own."""
     seconds = stretch.seconds()
     parts = {path for path in seconds if path.count("/") == 1}
     names = {"look", "open", "send", "verify", "close", "unaccounted"}
-    names |= {"write"} if on_disk else {"begin", "gather", "end"} | ({"join"} if joins else set())
+    names |= {"write"} if on_disk else {"begin", "gather", "end"} | ({"join"} if first else set())
     assert parts == {f"sync/{name}" for name in names}
     assert ("sync/write/gather" in seconds) == on_disk
     tracks = {span.track for span in stretch.spans} - {""}
@@ -74,7 +75,8 @@ def check_spans(stretch, pool, joins, on_disk):
     load = "/update_weights_from_" + ("disk" if on_disk else "distributed")
     for server in pool.servers:
         asked = [span.path for span in stretch.spans if span.track == server.name]
-        assert asked[0] == "/server_info" and asked[-1] == "/continue_generation"
+        assert asked[0] == ("/server_info" if first else "/pause_generation")
+        assert asked[-1] == "/continue_generation"
         assert load in asked
 
 
@@ -465,3 +467,20 @@ def test_the_reference_notices_a_perturbation(qwen_pool):
         moved, prompt, response
     )
     assert float(gap.abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@given(
+    values=st.lists(st.sampled_from([0.0, 1.0, -3e4, 3e4, "largest", "-largest"]), max_size=9),
+    broken=st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from(["nan", "inf", "-inf"])), max_size=2
+    ),
+)
+def test_values_whose_sum_overflows_are_sent_and_what_is_not_finite_is_not(dtype, values, broken):
+    largest = torch.finfo(dtype).max
+    numbers = [{"largest": largest, "-largest": -largest}.get(v, v) for v in values]
+    for place, what in broken:
+        numbers.insert(place, float(what))
+    weights = iter([("w", torch.tensor(numbers, dtype=dtype))])
+    with pytest.raises(WeightError, match="w: holds values") if broken else nullcontext():
+        assert [name for name, _ in sendable(weights, torch.float32, "cpu")] == ["w"]

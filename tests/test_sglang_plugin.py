@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_opo.sglang_plugin import (
-    FORK_VARIABLE,
+    QUICK_VARIABLE,
     SHARED_NAME_VARIABLE,
     VARIABLE,
     sample,
@@ -109,6 +109,6 @@ def test_a_server_that_is_not_asked_is_left_alone():
         "import sys; from megatron_opo.sglang_plugin import register; register(); "
         "sys.exit(any(name.startswith('sglang.') for name in sys.modules))"
     )
-    asked = (VARIABLE, FORK_VARIABLE, SHARED_NAME_VARIABLE)
+    asked = (VARIABLE, QUICK_VARIABLE, SHARED_NAME_VARIABLE)
     environment = {name: text for name, text in os.environ.items() if name not in asked}
     assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == 0

@@ -26,6 +26,7 @@ from megatron_opo.rollout import guard
 from megatron_opo.rollout.process import Server
 
 HEALTH_ANSWER_S = 30.0
+SPINS = "1000"  # some microseconds
 
 # Set by the launcher of a job of several nodes: name, url, log and node of every server of the job.
 SERVERS_VARIABLE = "MEGATRON_OPO_SERVERS"
@@ -206,10 +207,13 @@ def server_environment(
             # page by page, takes as long as to receive them.
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(2**32),
+            # Left alone, a thread that waits for the others of a product spins for milliseconds: on
+            # the core that another server, or the sender of weights, would use.
+            "GOMP_SPINCOUNT": SPINS,
             # A CUDA build of torch brings NCCL along, which SGLang would use without any GPU.
             "SGLANG_NCCL_SO_PATH": "none: the servers run on a CPU",
             "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unneeded_models(model.path)),
-            sglang_plugin.FORK_VARIABLE: "1",
+            sglang_plugin.QUICK_VARIABLE: "1",
         }
         if rollout.is_deterministic(device):
             environment[sglang_plugin.VARIABLE] = "1"

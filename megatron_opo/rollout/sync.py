@@ -271,6 +271,7 @@ class WeightSync:
         self._spans = spans
         self._group: WeightGroup | None = None
         self._members: list[Server] = []
+        self._placement: tuple[list[Server], Placement] | None = None
         self._buffers: list[torch.Tensor] = []
         self._released: dict[Server, list[str]] = {}
         self._frozen: set[Server] = set()
@@ -281,6 +282,7 @@ class WeightSync:
         self._frozen.discard(server)
         if server in self._members:
             self._members = []
+        self._placement = None
 
     async def release(self, servers: list[Server]) -> None:
         """Stop sampling and give the memory of weights and cache back; see `Rollout.release`."""
@@ -306,6 +308,14 @@ class WeightSync:
         # A server does not survive being asked for what it has.
         await all_of(resume(s) for s in servers if tag in self._released.get(s, ()))
 
+    async def _placed(self, session: aiohttp.ClientSession, servers: list[Server]) -> Placement:
+        if self._placement is None or self._placement[0] != servers:
+            self._placement = (
+                list(servers),
+                await ask_placement(session, servers, self._timeout_s),
+            )
+        return self._placement[1]
+
     async def _freeze(self, session: aiohttp.ClientSession, servers: list[Server]) -> None:
         """Have launched servers take what they hold for good out of Python's search for garbage.
         On a CPU each flush of the cache makes one, which otherwise takes half a second."""
@@ -321,7 +331,7 @@ class WeightSync:
         timeout_s = self._timeout_s
         async with aiohttp.ClientSession() as session:
             with spans.of("open"):
-                placement = await ask_placement(session, servers, timeout_s)
+                placement = await self._placed(session, servers)
                 await self._freeze(session, servers)
                 sampling = [server for server in servers if not self._released.get(server)]
                 await open_update(session, sampling, timeout_s)
