@@ -5,12 +5,16 @@ token's bits do not depend on the batch, on chunks of a prefill, or on a cached 
 """
 
 import ctypes
+import logging
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from megatron_opo import invariant
+from megatron_opo.errors import KernelError
 from megatron_opo.kernel_build import load_cpp
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -88,3 +92,33 @@ def attend(
     )
     if status:
         raise MemoryError("no memory left for the attention of a query")
+
+
+@cache
+def best() -> Callable[..., None]:
+    """`attend` or, without a compiler, a slower way of the same signature."""
+    try:
+        library()
+    except KernelError as error:
+        logging.getLogger(__name__).warning("attention is slow: %s", error)
+        return attend_slowly
+    return attend
+
+
+def attend_slowly(
+    query, out, keys, values, table, requests, positions, scale, window=None
+) -> None:
+    """As `attend`, request by request."""
+    ids, counts = requests.unique_consecutive(return_counts=True)
+    start = 0
+    for request, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        rows = slice(start, start := start + count)
+        slots = table[request, : positions[rows].max() + 1]
+        out[rows] = invariant.attention(
+            query[None, rows],
+            keys[slots].transpose(0, 1)[None],
+            values[slots].transpose(0, 1)[None],
+            positions[None, rows],
+            scale,
+            window,
+        )[0]

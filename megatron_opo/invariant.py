@@ -47,16 +47,13 @@ def check() -> None:
             )
 
 
-def matmul(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None):
-    """rows [M, K] @ matrix [K, N] (+ bias, [N])."""
+def matmul(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """rows [M, K] @ matrix [K, N]."""
     count = rows.shape[0]
     rows = _fill(rows, 0, ROW_TILE)
     # With `out`, because aten::mm itself may be what is defined by this function.
     out = rows.new_empty(rows.shape[0], matrix.shape[1])
-    if bias is None:
-        torch.mm(rows, matrix, out=out)
-    else:
-        torch.addmm(bias, rows, matrix, out=out)
+    torch.mm(rows, matrix, out=out)
     return out[:count]
 
 

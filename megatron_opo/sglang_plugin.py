@@ -11,19 +11,16 @@ a weight update needs again for each of its messages is kept.
 Shared memory under the server's own name, so that whoever ends it knows what to remove.
 """
 
-import logging
 import multiprocessing
 import os
 import pkgutil
 from collections.abc import Callable
-from functools import cache
 from hashlib import blake2b
 from importlib.metadata import entry_points
 
 import torch
 
 from megatron_opo import attention_kernel, invariant
-from megatron_opo.errors import KernelError
 
 VARIABLE = "MEGATRON_OPO_DETERMINISTIC_CPU"
 QUICK_VARIABLE = "MEGATRON_OPO_QUICK"
@@ -111,9 +108,9 @@ def enable_batch_invariant_mode(*_) -> None:
 
 
 def _addmm(bias, rows, matrix, *, beta=1, alpha=1):
-    if bias.dim() == 1 and beta == 1 and alpha == 1:
-        return invariant.matmul(rows, matrix, bias)
-    return bias * beta + invariant.matmul(rows, matrix) * alpha
+    """Megatron adds the bias afterwards, too."""
+    product = invariant.matmul(rows, matrix)
+    return product + bias if beta == alpha == 1 else product * alpha + bias * beta
 
 
 def attend_extend(
@@ -140,7 +137,7 @@ def attend_extend(
     positions = torch.arange(len(query)) + shift.repeat_interleave(counts)
     requests = req_pool_indices.repeat_interleave(counts)
     cache = k_cache, v_cache, req_to_token
-    _attend()(query, output, *cache, requests, positions, scaling, sliding_window_size)
+    attention_kernel.best()(query, output, *cache, requests, positions, scaling, sliding_window_size)
     return output
 
 
@@ -160,38 +157,8 @@ def attend_decode(
 ) -> torch.Tensor:
     _refuse_encoder(encoder_lens)
     cache, positions = (k_cache, v_cache, req_to_token), seq_lens - 1
-    _attend()(query, output, *cache, req_pool_indices, positions, scaling, sliding_window_size)
+    attention_kernel.best()(query, output, *cache, req_pool_indices, positions, scaling, sliding_window_size)
     return output
-
-
-@cache
-def _attend() -> Callable[..., None]:
-    """The compiled kernel or, without a compiler, a slower way of the same signature."""
-    try:
-        attention_kernel.library()
-    except KernelError as error:
-        logging.getLogger(__name__).warning("attention is slow: %s", error)
-        return attend_slowly
-    return attention_kernel.attend
-
-
-def attend_slowly(
-    query, output, k_cache, v_cache, table, requests, positions, scale, window
-) -> None:
-    """As attention_kernel.attend, request by request."""
-    ids, counts = requests.unique_consecutive(return_counts=True)
-    start = 0
-    for request, count in zip(ids.tolist(), counts.tolist(), strict=True):
-        rows = slice(start, start := start + count)
-        slots = table[request, : positions[rows].max() + 1]
-        output[rows] = invariant.attention(
-            query[None, rows],
-            k_cache[slots].transpose(0, 1)[None],
-            v_cache[slots].transpose(0, 1)[None],
-            positions[None, rows],
-            scale,
-            window,
-        )[0]
 
 
 def _refuse_encoder(encoder_lens) -> None:

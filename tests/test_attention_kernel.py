@@ -13,7 +13,7 @@ from megatron_opo.errors import KernelError
 SHAPES = st.sampled_from(
     [(4, 2, 32, 32), (9, 3, 64, 64), (2, 1, 128, 128), (4, 4, 24, 40), (3, 1, 5, 7), (4, 2, 96, 80)]
 )
-WAYS = [attention_kernel.attend, sglang_plugin.attend_slowly]
+WAYS = [attention_kernel.attend, attention_kernel.attend_slowly]
 
 
 class Cache:
@@ -130,9 +130,9 @@ def test_a_server_without_a_compiler_attends_slowly_and_says_so(monkeypatch, cap
         raise KernelError("no C++ compiler")
 
     monkeypatch.setattr(attention_kernel, "library", missing)
-    sglang_plugin._attend.cache_clear()
+    attention_kernel.best.cache_clear()
     try:
-        assert sglang_plugin._attend() is sglang_plugin.attend_slowly
+        assert attention_kernel.best() is attention_kernel.attend_slowly
         assert "attention is slow: no C++ compiler" in caplog.text
     finally:
-        sglang_plugin._attend.cache_clear()
+        attention_kernel.best.cache_clear()

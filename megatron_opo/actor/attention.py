@@ -230,6 +230,7 @@ class PackedAttention(torch.nn.Module):
         **_unused,
     ):
         super().__init__()
+        self.attend = packed_attention
         self.scale = softmax_scale
         self.is_split = config.context_parallel_size > 1
         size, layers = config.window_size, config.window_attn_skip_freq
@@ -264,5 +265,5 @@ class PackedAttention(torch.nn.Module):
                 bounds,
                 group,  # pyright: ignore[reportArgumentType]
             )
-        out = packed_attention(query, key, value, queries, keys, self.scale, self.window)
+        out = self.attend(query, key, value, queries, keys, self.scale, self.window)
         return out.flatten(1)

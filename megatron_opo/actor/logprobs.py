@@ -20,7 +20,7 @@ class TokenLogprobs(NamedTuple):
 
 class _ChunkedLinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, vocab_size, group, chunk_tokens):
+    def forward(ctx, hidden, weight, targets, temperature, vocab_size, group, chunk_tokens, whole):
         tp_rank, parallel = _rank_of(group)
         first_id = tp_rank * weight.shape[0]
         num_tokens = hidden.shape[0]
@@ -30,13 +30,18 @@ class _ChunkedLinearLogprobs(torch.autograd.Function):
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(hidden[chunk], weight, temperature, first_id, vocab_size)
+            if whole:
+                found = _of_whole_rows(logits, group if parallel else None, vocab_size)
+                logprobs[chunk] = found.gather(-1, targets[chunk, None]).squeeze(-1)
+                del found
             local, owned = _local_targets(targets[chunk], first_id, weight.shape[0])
             peak, sums = _reduce_logits(logits, local, owned, group if parallel else None)
             # Or it would live beside the next chunk's.
             del logits
             total, weighted, squared, target_logit = sums
             log_total = total.log()
-            logprobs[chunk] = target_logit - log_total
+            if not whole:
+                logprobs[chunk] = target_logit - log_total
             entropy[chunk] = log_total - weighted / total
             squares[chunk] = squared / total.square()
             lse[chunk] = peak + log_total
@@ -67,13 +72,22 @@ class _ChunkedLinearLogprobs(torch.autograd.Function):
             del grad
         if parallel:
             dist.all_reduce(grad_hidden, group=group)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
 def _rank_of(group) -> tuple[int, bool]:
     if group is None or group.size() == 1:
         return 0, False
     return group.rank(), True
+
+
+def _of_whole_rows(logits, group, vocab_size):
+    """log_softmax [chunk, V], computed as a server does: by torch, over all of the vocabulary."""
+    if group is not None:
+        parts = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(parts, logits, group=group)
+        logits = torch.cat(parts, -1)
+    return torch.log_softmax(logits[:, :vocab_size], -1)
 
 
 def _reduce_logits(logits, local, owned, group):
@@ -119,6 +133,7 @@ def token_logprobs(
     vocab_size: int,
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
+    whole: bool = False,
 ) -> TokenLogprobs:
     """log softmax(hidden @ weight^T / temperature) at `targets`, with the entropy
     -sum_v p_v log p_v and sum_v p_v^2 of the same distribution.
@@ -131,11 +146,13 @@ def token_logprobs(
         vocab_size: V; rows at or past it are padding.
         chunk_tokens: tokens whose logits exist at once.
         group: the tensor-parallel group, or None.
+        whole: each rank computes the softmax over the whole vocabulary, in the order in which a
+            server does.
 
     The gradient of `hidden` is summed over `group`.
     """
     return TokenLogprobs(
         *_ChunkedLinearLogprobs.apply(
-            hidden, weight, targets, temperature, vocab_size, group, chunk_tokens
+            hidden, weight, targets, temperature, vocab_size, group, chunk_tokens, whole
         )
     )

@@ -28,6 +28,7 @@ from megatron_opo.actor.optimizer import build_optimizer, learning_rate
 from megatron_opo.actor.packing import MicroBatch, Sharing, make_micro_batch
 from megatron_opo.actor.parallel import Parallel
 from megatron_opo.actor.schedule import plan_micro_batches
+from megatron_opo.actor.server_operations import use_server_operations
 from megatron_opo.actor.timers import MegatronTimers
 from megatron_opo.batch import PackedBatch
 from megatron_opo.errors import NonFiniteError, OnPolicyError, TrainingError
@@ -67,6 +68,11 @@ class Actor:
         self.scores: Scores | None = None
         self.dtype = getattr(torch, recipe.model.dtype)
         self.modules = build_model(hf_config, recipe.actor, recipe.model.dtype)
+        on_cpu = parallel.device.type == "cpu"
+        self._as_servers = on_cpu and recipe.rollout.is_deterministic("cpu")
+        if self._as_servers:
+            for module in self.modules:
+                use_server_operations(module)
         self.config = get_model_config(self.modules[0])
         # Sums, not means: the loss weights already hold the global denominators.
         self.config.calculate_per_token_loss = True
@@ -334,6 +340,7 @@ class Actor:
             vocab_size=self.hf_config["vocab_size"],
             chunk_tokens=self.recipe.actor.logprob_chunk_tokens,
             group=parallel_state.get_tensor_model_parallel_group(),  # pyright: ignore[reportArgumentType]
+            whole=self._as_servers,
         )
 
 
