@@ -113,6 +113,18 @@ def _addmm(bias, rows, matrix, *, beta=1, alpha=1):
     return product + bias if beta == alpha == 1 else product * alpha + bias * beta
 
 
+def normalize(norm, x, residual=None, post_residual_addition=None, quant_linear=None):
+    """What is added is rounded before it is normalised, as in Megatron and in transformers."""
+    if norm.variance_size_override is not None or quant_linear is not None:
+        raise NotImplementedError("reproducible sampling is for models with plain norms")
+    if residual is None:
+        return invariant.rms_norm(x, norm.weight, norm.variance_epsilon)
+    residual = x + residual
+    if post_residual_addition is not None:
+        residual = residual + post_residual_addition
+    return invariant.rms_norm(residual, norm.weight, norm.variance_epsilon), residual
+
+
 def attend_extend(
     _backend,
     query: torch.Tensor,  # [tokens, heads, channels] of all sequences, one after the other
@@ -236,6 +248,7 @@ BEFORE_CHILDREN = "sglang.srt.entrypoints.engine._set_envs_and_config"
 AFTER_WARMUP = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 REPLACED = {
     "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": enable_batch_invariant_mode,
+    "sglang.srt.layers.layernorm.RMSNorm.forward_native": normalize,
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     "._run_sdpa_forward_extend": attend_extend,
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"

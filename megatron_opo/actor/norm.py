@@ -3,11 +3,11 @@
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_opo.invariant import rms_norm
+
 
 class RMSNorm(torch.nn.Module):
-    """Normalises the last dimension in float32 and scales in the input's dtype.
-
-    That is the order in which the Hugging Face models round, so bfloat16 agrees too. The weight
+    """`invariant.rms_norm`. The weight
     says whether its input is split by sequence parallelism: Megatron then sums its gradient over
     tensor-parallel ranks, which is why torch's own module cannot be used.
     """
@@ -21,6 +21,4 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide = hidden.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(hidden.dtype)
+        return rms_norm(hidden, self.weight, self.eps)
