@@ -105,9 +105,7 @@ def best() -> Callable[..., None]:
     return attend
 
 
-def attend_slowly(
-    query, out, keys, values, table, requests, positions, scale, window=None
-) -> None:
+def attend_slowly(query, out, keys, values, table, requests, positions, scale, window=None) -> None:
     """As `attend`, request by request."""
     ids, counts = requests.unique_consecutive(return_counts=True)
     start = 0

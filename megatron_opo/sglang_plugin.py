@@ -149,7 +149,9 @@ def attend_extend(
     positions = torch.arange(len(query)) + shift.repeat_interleave(counts)
     requests = req_pool_indices.repeat_interleave(counts)
     cache = k_cache, v_cache, req_to_token
-    attention_kernel.best()(query, output, *cache, requests, positions, scaling, sliding_window_size)
+    attention_kernel.best()(
+        query, output, *cache, requests, positions, scaling, sliding_window_size
+    )
     return output
 
 
@@ -169,7 +171,9 @@ def attend_decode(
 ) -> torch.Tensor:
     _refuse_encoder(encoder_lens)
     cache, positions = (k_cache, v_cache, req_to_token), seq_lens - 1
-    attention_kernel.best()(query, output, *cache, req_pool_indices, positions, scaling, sliding_window_size)
+    attention_kernel.best()(
+        query, output, *cache, req_pool_indices, positions, scaling, sliding_window_size
+    )
     return output
 
 

@@ -50,9 +50,9 @@ def tiny_qwen3(path: str | Path, *, tie: bool = True, seed: int = 0) -> Path:
     return _write(Qwen3ForCausalLM, config, path, seed)
 
 
-def tiny_llama(path: str | Path, *, tie: bool = False, seed: int = 0) -> Path:
+def tiny_llama(path: str | Path, *, tie: bool = False, seed: int = 0, **changes) -> Path:
     """The same sizes as `tiny_qwen3`, in the Llama family."""
-    config = LlamaConfig(**_shape(tie))
+    config = LlamaConfig(**_shape(tie) | changes)
     return _write(LlamaForCausalLM, config, path, seed)
 
 

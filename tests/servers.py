@@ -74,14 +74,14 @@ class Pool:
         return model.eval()
 
 
-def launch_pool(model_path: Path, scratch: Path, **settings) -> Pool:
+def launch_pool(model_path: Path, scratch: Path, dtype: str = "float32", **settings) -> Pool:
     config = RolloutConfig(
         start_timeout_s=START_TIMEOUT_S,
         request_timeout_s=60.0,
         server_args={"max_total_tokens": 8192, "max_running_requests": 64},
         **settings,
     )
-    model = ModelConfig(path=str(model_path), dtype="float32")
+    model = ModelConfig(path=str(model_path), dtype=dtype)  # pyright: ignore[reportArgumentType]
     os.environ[API_KEY_VARIABLE] = API_KEY
     return Pool(model, config, launch_servers(config, model, scratch / "logs", "cpu"), scratch)
 

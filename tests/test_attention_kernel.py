@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opo import attention_kernel, sglang_plugin
+from megatron_opo import attention_kernel
 from megatron_opo.errors import KernelError
 
 # Heads, key-value heads, channels of a key, channels of a value: also such that do not fill a

@@ -35,12 +35,13 @@ ALLOWED = {
     "user_code": set(),
     "ports": set(),
     "compare": {"errors", "observe", "recipe_file"},
-    "attention_kernel": {"kernel_build"},
-    "sglang_plugin": {"attention_kernel", "errors", "invariant"},
+    "attention_kernel": {"errors", "invariant", "kernel_build"},
+    "sglang_plugin": {"attention_kernel", "invariant"},
     "rollout": BASE | {"ports", "sglang_plugin", "spans", "user_code"},
     "weights": BASE,
     "actor": BASE
-    | {"checkpoint_files", "model_fit", "on_policy", "plan", "runs", "spans", "spmd", "weights"},
+    | {"attention_kernel", "checkpoint_files", "invariant", "model_fit", "on_policy", "plan"}
+    | {"runs", "spans", "spmd", "weights"},
     "dynamic_sampling": BASE,
     "launch": {"errors", "ports", "stop"},
     "plan": {"errors", "model_fit", "recipe", "recipe_file", "weights"},

@@ -1,5 +1,5 @@
-"""The operations of SGLang's servers on a CPU, for a trainer on one: then both find the same logprob
-for a token, to the bit.
+"""The operations of SGLang's servers on a CPU, for a trainer on one: then both find the same
+logprob for a token, to the bit.
 
 What adds up numbers in an order of its own is a matrix product, attention, and the softmax over the
 vocabulary. The servers' products and attention are this package's (`sglang_plugin`): here they
