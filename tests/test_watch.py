@@ -43,7 +43,7 @@ def test_the_served_report_follows_the_run(tmp_path):
         answer, before = ask(address)
         assert answer.status == 200 and "finished: 3 of 3 steps" in before
         page = Page(before)
-        assert page.tags.count("script") == 3 and "location.reload()" in page.texts["script"][2]
+        assert page.tags.count("script") == 3 and "DOMParser" in page.texts["script"][2]
         (policy,) = [v for _, v in page.attributes if v and v.startswith("default-src")]
         assert "connect-src 'self'" in policy and "'none'" in policy
         _, version = ask(address, "/version")
