@@ -163,6 +163,10 @@ class Page:
             width=width, height=height, deviceScaleFactor=1, mobile=phone,
         )  # fmt: skip
 
+    def tap(self, x: float, y: float) -> None:
+        for kind, points in (("touchStart", [{"x": x, "y": y}]), ("touchEnd", [])):
+            self.send("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+
     def prefer(self, scheme: str) -> None:
         """light or dark."""
         feature = {"name": "prefers-color-scheme", "value": scheme}

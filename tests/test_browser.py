@@ -132,6 +132,20 @@ def test_every_curve_is_drawn_with_its_points(report, opened):
         assert page.run(f"{bars}.querySelectorAll('g').length") == 12
 
 
+def test_a_tap_shows_the_numbers_of_a_step(report, opened):
+    page = opened(report, width=PHONE, height=844, phone=True)
+    page.run("document.querySelector('.narrow').scrollIntoView({block: 'center'})")
+    strip = "document.querySelector('.narrow .strip:nth-of-type(13) rect')"
+    box = page.run(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])"
+                   f"({strip}.getBoundingClientRect())")  # fmt: skip
+    page.tap(*box)
+    shown = page.wait("document.querySelector('.numbers').innerText")
+    assert shown == "step 12\ntraining reward: 0.75\neval avg@4: 0.75\neval pass@4: 1"
+    assert page.run(REACH) <= PHONE
+    page.tap(box[0], 5)
+    page.wait("document.querySelector('.numbers').hidden")
+
+
 def test_each_filter_leaves_what_it_says(report, opened, records):
     page = opened(report)
     filters = [
@@ -303,14 +317,17 @@ def test_what_a_model_wrote_is_text_and_does_nothing(tmp_path, opened):
     assert page.run("document.querySelector('h1').textContent") == HOSTILE
     assert page.run("typeof hit") == "undefined"
     assert page.run("document.querySelectorAll('img, b > b').length") == 0
-    assert page.run("document.querySelectorAll('script').length") == 2
+    assert page.run("document.querySelectorAll('script').length") == 3
 
 
 def test_a_watched_run_goes_on_in_the_page_that_is_open(tmp_path, chromium):
-    full_run(tmp_path, steps=3)
     with serving(tmp_path, 0) as address:
         page = chromium.page()
         page.open(address)
+        assert "no step is logged yet" in page.run("document.body.innerText")
+        assert len(page.problems) == 1, "its status, 503"
+        full_run(tmp_path, steps=3)
+        page.wait("document.getElementById('browser') && document.readyState === 'complete'")
         page.run("document.getElementById('recipe').open = true; mark = 'of this page'")
         fill(page, text="r1")
         shows(page, RESPONSES, ["r1", "r1"])
@@ -321,9 +338,7 @@ def test_a_watched_run_goes_on_in_the_page_that_is_open(tmp_path, chromium):
         assert "4 of 4 steps" in page.run("document.querySelector('h1 + p').textContent")
         state = "[mark, document.getElementById('recipe').open, location.hash]"
         assert page.run(state) == ["of this page", True, "#text=r1"], "it was not loaded anew"
-        assert page.problems == []
-        assert {request.partition("#")[0] for request in page.requests} == {
-            address,
-            f"{address}version",
-        }
+        assert all("503" in problem for problem in page.problems)
+        asked = {request.partition("#")[0].removeprefix(address) for request in page.requests}
+        assert asked - {"favicon.ico"} == {"", "version"}
         page.close()

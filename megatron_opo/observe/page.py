@@ -17,7 +17,8 @@ def render(template: str, samples: dict[str, Any], *, live: bool = False, **cont
     Everything in `context` is escaped but what the template calls safe. Only the scripts that
     stand in this directory run, whatever a model wrote: the policy names them by their hashes.
     """
-    scripts = [_source("samples.js"), *([_source("live.js")] if live else [])]
+    names = ["samples.js", "charts.js", *(["live.js"] if live else [])]
+    scripts = [_source(name) for name in names]
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_source),
         autoescape=True,
