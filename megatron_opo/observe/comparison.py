@@ -14,6 +14,7 @@ from megatron_opo.observe.run_data import Run, curve_of, read_run
 from megatron_opo.observe.run_groups import RunGroup, differences, group_runs
 
 REWARD = ("Training reward", "mean of the step", "critic/rewards/mean")
+SHARE = {"y_range": (0.0, 0.05)}
 # Title, what it shows, metric, options of the chart and of its lines.
 CHARTS: tuple[tuple[str, str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("Response length", "tokens, mean of the step", "response_length/mean", {}, {"smooth": True}),
@@ -24,8 +25,8 @@ CHARTS: tuple[tuple[str, str, str, dict[str, Any], dict[str, Any]], ...] = (
      {"keep_peaks": True}),
     ("Gradient norm", "before clipping", "actor/grad_norm", {}, {"smooth": True}),
     ("Baseline", "mean over groups", "advantages/baseline_mean", {}, {"smooth": True}),
-    ("Groups without signal", "share", "rollout/groups_all_equal", {}, {"smooth": True}),
-    ("Cut short", "share of responses", "response_length/clip_ratio", {}, {"smooth": True}),
+    ("Groups without signal", "share", "rollout/groups_all_equal", SHARE, {"smooth": True}),
+    ("Cut short", "share of responses", "response_length/clip_ratio", SHARE, {"smooth": True}),
 )  # fmt: skip
 TABLE = (
     ("reward", "critic/rewards/mean"),

@@ -43,7 +43,8 @@
       data.groups.some((group) => group.members.some((member) => member[name])));
     const runs = data.runs.map((name, i) => [String(i), name]);
     options(form.elements.run, [["", "all"], ...runs]);
-    options(form.elements.step, [["", "all"], ...steps.map((step) => [String(step), String(step)])]);
+    const named = steps.map((step) => [String(step), String(step)]);
+    options(form.elements.step, [["", "all"], ...named]);
     options(form.elements.color, [["", "nothing"], ...colors.map((name) => [name, name])]);
     document.getElementById("of-run").hidden = data.runs.length < 2;
     document.getElementById("of-color").hidden = !colors.length;
@@ -186,12 +187,14 @@
     const header = make("header");
     header.append(make("span", "badge", none ? "unscorable" : `reward ${short(member.reward)}`));
     if (member.advantage !== undefined) {
-      header.append(make("span", "", `advantage ${member.advantage > 0 ? "+" : ""}${short(member.advantage)}`));
+      const sign = member.advantage > 0 ? "+" : "";
+      header.append(make("span", "", `advantage ${sign}${short(member.advantage)}`));
     }
     if (ownBaseline && member.baseline !== undefined) {
       header.append(make("span", "", `baseline ${short(member.baseline)}`));
     }
-    header.append(make("span", "", `${member.length} tokens${member.cut ? ", cut at the limit" : ""}`));
+    const cut = member.cut ? ", cut at the limit" : "";
+    header.append(make("span", "", `${member.length} tokens${cut}`));
     const text = make("pre");
     text.dir = "auto";
     const colour = want.color && member[want.color] ? want.color : "";
