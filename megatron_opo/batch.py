@@ -41,7 +41,8 @@ class Sample:
     `reward` is None until scored and stays None when the sample could not be scored;
     `reward_error` then says why. `loss_mask` is None where the policy sampled the whole response;
     otherwise it says of which tokens it did (in a response of several turns what others said
-    stands between them; their logprobs are 0).
+    stands between them; their logprobs are 0). `added` are these others' parts of `text`: ranges
+    of characters, from and up to.
     """
 
     group_id: str
@@ -56,6 +57,7 @@ class Sample:
     reward_info: dict[str, Any] = field(default_factory=dict)
     reward_error: str | None = None
     loss_mask: tuple[bool, ...] | None = None
+    added: tuple[tuple[int, int], ...] = ()
 
     @property
     def length(self) -> int:

@@ -42,6 +42,7 @@ def test_a_response_is_cut_where_there_is_no_room_for_more():
     assert sample.text == "hi....hi" and sample.finish_reason == "length"
     assert sample.loss_mask == (True,) * 2 + (False,) * 4 + (True,) * 2
     assert sample.versions == (3,) * 8 and sample.logprobs == (-0.5,) * 2 + (0.0,) * 4 + (-0.5,) * 2
+    assert sample.added == ((2, 6),)
     assert (sample.index, sample.length, sample.turns, sample.reward_error) == (1, 4, 2, None)
 
     async def to_the_brim(episode):
@@ -49,6 +50,24 @@ def test_a_response_is_cut_where_there_is_no_room_for_more():
 
     assert play(to_the_brim, room=2).finish_reason == "length"
     assert play(to_the_brim, room=3).finish_reason == "stop"
+
+
+def test_what_is_added_in_pieces_is_one_range_and_nothing_is_none():
+    async def in_pieces(episode):
+        episode.add("..")
+        await episode.generate()
+        episode.add("")
+        for piece in ("..", "...", ""):
+            episode.add(piece)
+        await episode.generate()
+
+    sample = play(in_pieces, room=20)
+    assert (sample.text, sample.added) == ("..hi.....hi", ((0, 2), (4, 9)))
+    assert play(say_once).added == ()
+
+
+async def say_once(episode):
+    await episode.generate()
 
 
 async def raises(episode):

@@ -260,6 +260,34 @@ def test_tokens_that_do_not_make_the_text_are_left_out():
     assert "token_chars" not in record and "token_logprobs" not in record
 
 
+WORDS = st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(st.lists(WORDS, min_size=1, max_size=6), st.booleans())
+def test_what_was_added_keeps_the_tokens_of_the_rest_where_they_are(turns, policy_begins):
+    """Also where it has special tokens, which stand in it but not in what they decode to."""
+    ids, mask, added, expected, text = [], [], [], [], ""
+    for i, words in enumerate(turns):
+        own = (i % 2 == 0) == policy_begins
+        of_turn = [*words.encode(), 999] if own else [999, *words.encode()]
+        if own:
+            expected += [n for c in words for n in (*[0] * (len(c.encode()) - 1), 1)] + [0]
+        else:
+            words = f"<|tool|>{words}"
+            added.append((len(text), len(text) + len(words)))
+            expected += [len(words)] + [0] * (len(of_turn) - 1)
+        ids += of_turn
+        mask += [own] * len(of_turn)
+        text += words
+    numbers = (0.0,) * len(ids)
+    sample = Sample("g", 0, tuple(ids), numbers, (0,) * len(ids), "stop", text,
+                    loss_mask=tuple(mask), added=tuple(added))  # fmt: skip
+    group = Group(make_group("g", [1], [1.0]).prompt, (sample,))
+    record = sample_record(1, group, sample, 0.0, decode=decode_bytes)
+    assert record["token_chars"] == expected
+    assert record.get("added", []) == [list(span) for span in added]
+
+
 def test_each_token_is_kept_with_what_is_known_of_it(tmp_path):
     sample = of_bytes("abc", loss_mask=(True, False, True, True), reward=1.0)
     group = Group(make_group("g", [1], [1.0]).prompt, (sample,))

@@ -130,8 +130,9 @@ def found_in(page):
 def test_only_the_scripts_of_the_page_itself_may_run(tmp_path):
     _, page = report(full_run(tmp_path))
     (policy,) = [v for _, v in page.attributes if v and v.startswith("default-src")]
-    digest = base64.b64encode(hashlib.sha256(page.texts["script"][1].encode()).digest()).decode()
-    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}'; ")
+    hashes = [hashlib.sha256(script.encode()).digest() for script in page.texts["script"][1:]]
+    allowed = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
+    assert policy.startswith(f"default-src 'none'; script-src {allowed}; ")
     assert "connect-src" not in policy, "this page asks nobody"
 
 
@@ -186,7 +187,7 @@ def test_all_text_of_models_and_data_is_shown_and_never_run(tmp_path):
     )
     text, page = report(tmp_path)
     assert "img" not in page.tags
-    assert page.tags.count("script") == 2, "the data of the browser, and its own code"
+    assert page.tags.count("script") == 3, "the data of the browser, its code, and that of charts"
     assert set(found_in(page)) == {("train", 1), ("train", 12), ("eval", 0), ("eval", 12)}
     (group,) = found_in(page)["train", 12]
     assert group["truth"] == json.dumps({"x": HOSTILE}) and "<" not in page.texts["script"][0]
@@ -267,6 +268,42 @@ def test_a_long_run_has_a_small_report_with_samples_from_all_of_it(tmp_path):
     steps = sorted({group["step"] for group in some["groups"]})
     assert 4 < some["files_shown"] < 12 and {0, 30} < set(steps)
     assert max(b - a for a, b in pairwise(steps)) <= 8, "spread evenly"
+
+
+def test_of_a_file_or_group_that_is_too_large_there_is_the_beginning(tmp_path):
+    full_run(tmp_path, steps=2)
+    huge, small = (
+        [sample(0, i, group_id=name, prompt=name, response="z" * 500) for i in range(size)]
+        for name, size in (("huge", 400), ("a", 2))
+    )
+    write_lines(tmp_path / "samples" / "eval_step_000000.jsonl", huge + small)
+    write_lines(tmp_path / "samples" / "step_000001.jsonl", small + huge)
+    data = browser_data([("demo", tmp_path)], budget=80_000)
+    assert len(json.dumps(data)) < 80_000
+    assert (data["files"], data["files_shown"], data["files_cut"]) == (4, 4, 2)
+    first, second, *_ = data["groups"]
+    assert first["prompt"] == "huge" and first["of"] == 400 and 10 <= len(first["members"]) < 20
+    assert second["prompt"] == "a" and len(second["members"]) == 2 and "of" not in second
+    everything = browser_data([("demo", tmp_path)])
+    assert everything["files_cut"] == 0 and len(everything["groups"][0]["members"]) == 400
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.booleans())
+def test_what_was_added_is_where_it_was_also_in_a_text_that_is_cut(sizes, added_first):
+    """The policy says A, a tool B."""
+    text, added = "", []
+    for i, size in enumerate(sizes):
+        if (i % 2 == 0) == added_first:
+            added.append([len(text), len(text) + size])
+        text += ("B" if (i % 2 == 0) == added_first else "A") * size
+    member = member_of({"response": text, "added": added})
+    marked = [False] * len(member["text"])
+    for start, end in member.get("added", []):
+        marked[start:end] = [True] * (end - start)
+    letters = [letter for letter in zip(member["text"], marked, strict=True) if letter[0] in "AB"]
+    assert len(letters) == min(len(text), 6000)
+    assert all((letter == "B") == is_added for letter, is_added in letters)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -387,7 +424,7 @@ def test_ticks_are_round_and_inside(low, span):
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0"), (0.25, "0.25"), (1234.0, "1234"), (12000.0, "12k"), (161500.0, "161.5k"),
-     (4.029e6, "4.029M"), (2e-5, "2e-05"), (-0.5, "-0.5"), (3e12, "3e+12")],
+     (4.029e6, "4.029M"), (2e-5, "2e-05"), (1.25e-4, "0.000125"), (-0.5, "-0.5"), (3e12, "3e+12")],
 )  # fmt: skip
 def test_tick_labels_are_short(value, text):
     assert tick(value) == text

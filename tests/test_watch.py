@@ -43,7 +43,7 @@ def test_the_served_report_follows_the_run(tmp_path):
         answer, before = ask(address)
         assert answer.status == 200 and "finished: 3 of 3 steps" in before
         page = Page(before)
-        assert page.tags.count("script") == 3 and "location.reload()" in page.texts["script"][2]
+        assert page.tags.count("script") == 4 and "DOMParser" in page.texts["script"][3]
         (policy,) = [v for _, v in page.attributes if v and v.startswith("default-src")]
         assert "connect-src 'self'" in policy and "'none'" in policy
         _, version = ask(address, "/version")
@@ -79,7 +79,9 @@ def test_only_who_asks_for_this_machine_by_its_name_is_answered(tmp_path):
 def test_a_run_without_steps_is_answered_with_what_is_missing(tmp_path):
     with serving(tmp_path, 0) as address:
         answer, content = ask(address)
-        assert answer.status == 503 and "no metrics.jsonl" in content
+        assert answer.status == 503 and "no step is logged yet" in content
+        assert answer.headers["Refresh"] == "1"
+        assert ask(address, "/favicon.ico")[0].status == 204
         full_run(tmp_path)
         assert ask(address)[0].status == 200
 

@@ -68,17 +68,18 @@ def line_chart(
     size: tuple[float, float] = SMALL,
     log: bool = False,
     y_range: tuple[float, float] | None = None,
+    x_range: tuple[float, float] | None = None,
     limits: tuple[tuple[str, float], ...] = (),
 ) -> str:
-    """An SVG of the lines over steps. `limits` are labelled horizontal rules; `y_range` is the
-    least range shown. A log axis falls back to a linear one when no value is positive; values of
-    0 then lie on its floor.
+    """An SVG of the lines over steps. `limits` are labelled horizontal rules; `x_range` and
+    `y_range` are the least ranges shown. A log axis falls back to a linear one when no value is
+    positive; values of 0 then lie on its floor.
     """
     lines = [_thin_out(line) for line in lines if line.points]
     values = [y for line in lines for _, y in line.points] + [y for _, y in limits]
     values += [y for line in lines for _, *ends in line.band for y in ends]
     log = log and any(y > 0 for y in values)
-    axes = _axes(lines, values, size, log, y_range)
+    axes = _axes(lines, values, size, log, x_range, y_range)
     parts = [_open(title, size), _grid(axes)]
     right = size[0] - RIGHT
     for label, value in limits:
@@ -100,7 +101,7 @@ def stacked_chart(title: str, lines: list[Line], *, size: tuple[float, float] = 
     steps = sorted({x for line in lines for x, _ in line.points})
     values = [dict(line.points) for line in lines]
     totals = [sum(column.get(x, 0.0) for column in values) for x in steps]
-    axes = _axes(lines, [0.0, *totals], size, False, None)
+    axes = _axes(lines, [0.0, *totals], size, False, None, None)
     gap = min((b - a for a, b in pairwise(steps)), default=1.0)
     axes = replace(axes, x_low=steps[0] - gap / 2, x_high=steps[-1] + gap / 2, y_low=0.0)
     bar = max(0.8, (axes.x(gap) - axes.x(0)) * 0.82)
@@ -168,7 +169,7 @@ def tick(value: float) -> str:
     """A number in as few characters as tell it apart: 0.25, 12.5, 3400, 12k, 2e-05."""
     size = abs(value)
     if size >= 1e9 or 0 < size < 1e-3:
-        return f"{value:.2g}"
+        return f"{value:.3g}"
     for limit, unit in ((1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / (1e6 if unit == 'M' else 1e3):.4g}{unit}"
@@ -196,9 +197,10 @@ def _axes(
     values: list[float],
     size: tuple[float, float],
     log: bool,
+    x_range: tuple[float, float] | None,
     y_range: tuple[float, float] | None,
 ) -> Axes:
-    steps = [x for line in lines for x, _ in line.points] or [0.0]
+    steps = [x for line in lines for x, _ in line.points] + list(x_range or ()) or [0.0]
     x_low, x_high = min(steps), max(steps)
     if x_low == x_high:
         x_low, x_high = x_low - 0.5, x_high + 0.5
@@ -249,6 +251,7 @@ def _grid(axes: Axes) -> str:
             f"{tick(value)}</text>"
         )
     parts.append(
+        f'<text x="{LEFT - 8}" y="{axes.height - 9:.1f}" text-anchor="end">step</text>'
         f'<line class="axis" x1="{LEFT}" x2="{right:.1f}" y1="{floor:.1f}" y2="{floor:.1f}"/>'
     )
     return "".join(parts)

@@ -14,6 +14,7 @@ from megatron_opo.observe.run_data import Run, curve_of, read_run
 from megatron_opo.observe.run_groups import RunGroup, differences, group_runs
 
 REWARD = ("Training reward", "mean of the step", "critic/rewards/mean")
+SHARE = {"y_range": (0.0, 0.05)}
 # Title, what it shows, metric, options of the chart and of its lines.
 CHARTS: tuple[tuple[str, str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("Response length", "tokens, mean of the step", "response_length/mean", {}, {"smooth": True}),
@@ -24,8 +25,8 @@ CHARTS: tuple[tuple[str, str, str, dict[str, Any], dict[str, Any]], ...] = (
      {"keep_peaks": True}),
     ("Gradient norm", "before clipping", "actor/grad_norm", {}, {"smooth": True}),
     ("Baseline", "mean over groups", "advantages/baseline_mean", {}, {"smooth": True}),
-    ("Groups without signal", "share", "rollout/groups_all_equal", {}, {"smooth": True}),
-    ("Cut short", "share of responses", "response_length/clip_ratio", {}, {"smooth": True}),
+    ("Groups without signal", "share", "rollout/groups_all_equal", SHARE, {"smooth": True}),
+    ("Cut short", "share of responses", "response_length/clip_ratio", SHARE, {"smooth": True}),
 )  # fmt: skip
 TABLE = (
     ("reward", "critic/rewards/mean"),
@@ -52,6 +53,8 @@ def write_comparison(run_paths: Sequence[Path], out: Path) -> Path:
     evals = [metric for name in ("avg", "pass") if (metric := _largest(runs, name))]
     named = [*TABLE, *((metric.replace("/", " "), metric) for metric in evals)]
     columns = [(heading, metric) for heading, metric in named if any(_of(r, metric) for r in runs)]
+    ends = [end for run in runs for end in run.steps or ()]
+    steps = (min(ends), max(ends)) if ends else None
     page = render(
         "comparison.html.j2",
         browser_data(list(zip(_run_names(runs, paths), paths, strict=True))),
@@ -59,8 +62,8 @@ def write_comparison(run_paths: Sequence[Path], out: Path) -> Path:
         groups=groups,
         headings=[heading for heading, _ in columns],
         rows=[_row(group, [metric for _, metric in columns]) for group in groups],
-        hero=_hero(groups),
-        charts=_charts(groups, evals),
+        hero=_hero(groups, steps),
+        charts=_charts(groups, evals, steps),
         timing=_timing(groups),
         recipes=differences(groups),
         versions=differences(groups, lambda run: run.versions),
@@ -119,17 +122,22 @@ def _at_end(curves: list[list[Point]], metric: str) -> dict[str, str]:
     return {"mean": f"{sum(ends) / len(ends):.3g}", "range": span}
 
 
-def _hero(groups: list[RunGroup]) -> dict[str, Any] | None:
+def _hero(groups: list[RunGroup], steps: tuple[float, float] | None) -> dict[str, Any] | None:
     title, about, metric = REWARD
     lines = [group.line(metric, smooth=True) for group in groups]
     if not any(line.points for line in lines):
         return None
-    wide, narrow = (line_chart(title, lines, size=s, y_range=(0.0, 0.0)) for s in (WIDE, SMALL))
+    wide, narrow = (
+        line_chart(title, lines, size=size, x_range=steps, y_range=(0.0, 0.0))
+        for size in (WIDE, SMALL)
+    )
     return {"title": title, "about": about, "wide": wide, "narrow": narrow,
             "legend": legend(lines)}  # fmt: skip
 
 
-def _charts(groups: list[RunGroup], evals: list[str]) -> list[dict[str, str]]:
+def _charts(
+    groups: list[RunGroup], evals: list[str], steps: tuple[float, float] | None
+) -> list[dict[str, str]]:
     plots: list[tuple[str, str, list[Line], dict[str, Any]]] = []
     for metric in evals:
         lines = [group.line(metric, of_evals=True, markers=True) for group in groups]
@@ -138,8 +146,8 @@ def _charts(groups: list[RunGroup], evals: list[str]) -> list[dict[str, str]]:
         lines = [group.line(metric, **of_line) for group in groups]
         plots.append((title, about, lines, of_chart))
     return [
-        {"title": title, "about": about, "svg": line_chart(title, lines, **options),
-         "legend": legend(lines)}
+        {"title": title, "about": about, "legend": legend(lines),
+         "svg": line_chart(title, lines, x_range=steps, **options)}
         for title, about, lines, options in plots
         if any(line.points for line in lines)
     ]  # fmt: skip

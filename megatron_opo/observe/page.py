@@ -17,7 +17,8 @@ def render(template: str, samples: dict[str, Any], *, live: bool = False, **cont
     Everything in `context` is escaped but what the template calls safe. Only the scripts that
     stand in this directory run, whatever a model wrote: the policy names them by their hashes.
     """
-    scripts = [_source("samples.js"), *([_source("live.js")] if live else [])]
+    names = ["samples.js", "charts.js", *(["live.js"] if live else [])]
+    scripts = [_source(name) for name in names]
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_source),
         autoescape=True,
@@ -57,10 +58,14 @@ def _json_in_html(value: Any) -> str:
 
 
 def _kept(samples: dict[str, Any]) -> str:
-    shown, files_there = samples["files_shown"], samples["files"]
-    if shown == files_there:
+    shown, there, cut = (samples[name] for name in ("files_shown", "files", "files_cut"))
+    if shown == there and not cut:
         return ""
+    few = f"{shown:,} of {there:,} steps and evaluations, spread evenly"
+    of_them = f"{cut:,} of them" if shown < there else f"{cut:,} of {there:,} steps and evaluations"
+    first = f"only the first responses of {of_them}"
+    parts = [f"the samples of {few}" if shown < there else "", first if cut else ""]
     return (
-        f"To keep this page small it has the samples of {shown} of {files_there} steps and "
-        "evaluations, spread evenly; the others are in samples/."
+        f"To keep this page small it has {', and '.join(filter(None, parts))}; the others are in "
+        "samples/."
     )

@@ -48,6 +48,9 @@ def report_page(run_path: Path, *, live: bool = False) -> str:
     """
     run_path = Path(run_path)
     run = read_run(run_path)
+    compared, best_and_worst = eval_comparisons(run_path), extremes(run_path)
+    rows = [*(compared["rows"] if compared else ()), *best_and_worst]
+    parts = [part for row in rows for card in row["cards"] for part in card["parts"]]
     return render(
         "report.html.j2",
         browser_data([(run.name, run_path)]),
@@ -58,8 +61,9 @@ def report_page(run_path: Path, *, live: bool = False) -> str:
         hero=_hero(run),
         charts=_charts(run),
         timing=timing(run),
-        comparisons=eval_comparisons(run_path),
-        extremes=extremes(run_path),
+        comparisons=compared,
+        extremes=best_and_worst,
+        several_speak=any(added for _, added in parts),
         metrics=_metric_table(run),
         recipe_text=run.recipe_text,
         versions=run.versions,
@@ -141,7 +145,10 @@ def _hero(run: Run) -> dict[str, Any] | None:
             lines.append(Line(label, color, curve_of(run.evals, metric), markers=True))
     if not any(line.points for line in lines):
         return None
-    wide, narrow = (line_chart("reward", lines, size=s, y_range=(0.0, 0.0)) for s in (WIDE, SMALL))
+    wide, narrow = (
+        line_chart("reward", lines, size=size, x_range=run.steps, y_range=(0.0, 0.0))
+        for size in (WIDE, SMALL)
+    )
     return {"wide": wide, "narrow": narrow, "legend": legend(lines)}
 
 
@@ -199,7 +206,7 @@ def _charts(run: Run) -> list[dict[str, str]]:
     charts = []
     for title, about, options, lines in plots:
         if any(line.points for line in lines):
-            svg = line_chart(title, lines, **options)
+            svg = line_chart(title, lines, x_range=run.steps, **options)
             charts.append({"title": title, "about": about, "svg": svg, "legend": legend(lines)})
     return charts
 

@@ -9,10 +9,17 @@ from megatron_opo.observe.samples import list_samples, read_samples
 
 # Characters kept of a longer text: its beginning, and its end, where answers stand.
 HEAD, TAIL = 4000, 2000
-# C0 controls and DEL would vanish or garble the page: show their Unicode pictures instead.
-VISIBLE_CONTROLS = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {127: 0x2421}
-# Bytes of JSON that the browser of samples may add to a page, over all of its runs.
-BROWSER_BYTES = 2_500_000
+# C0 controls and DEL would vanish or garble the page: show their Unicode pictures instead. Those
+# that turn the direction of text around would hide what it says: one picture for all.
+VISIBLE_CONTROLS = (
+    {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"}
+    | {127: 0x2421}
+    | dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0x2426)
+)
+# Bytes of JSON that the browser of samples may add to a page, over all of its runs. One file may
+# take this share of it, so that others have room.
+BROWSER_BYTES = 6_000_000
+SHARE_OF_FILE = 1 / 8
 # A name in the samples file, what the page calls it, and the value with half of the full colour.
 TOKEN_VALUES = (
     ("token_logprobs", "logprob", 1.5),
@@ -83,7 +90,7 @@ def _card(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": record.get("step"),
         "prompt": shown(record.get("prompt")),
-        "response": shown(record.get("response")),
+        "parts": _parts(member_of(record)),
         "truth": shown(record.get("ground_truth")),
         "reward": "unscorable" if reward is None else f"{reward:.3g}",
         "tone": "none" if reward is None else "good" if reward > 0 else "bad",
@@ -106,26 +113,40 @@ def _left_out(length: int) -> str:
     return f"\n[... {length - HEAD - TAIL:,} characters left out ...]\n"
 
 
+def _parts(member: dict[str, Any]) -> list[tuple[str, bool]]:
+    """The shown response as pieces, each with whether it was added to what the policy said."""
+    text = member["text"]
+    parts, end = [], 0
+    for start, stop in member.get("added", ()):
+        parts += [(text[end:start], False), (text[start:stop], True)]
+        end = stop
+    return [part for part in [*parts, (text[end:], False)] if part[0]]
+
+
 def browser_data(runs: list[tuple[str, Path]], budget: int = BROWSER_BYTES) -> dict[str, Any]:
     """What the page's script lets one look through, of (name, directory) of each run.
 
-    `groups` are whole: run (its place), kind, step, prompt, truth, members. As many files as the
-    budget of bytes holds are read: from the first and the last of a run to those between, so that
-    what is left out is spread evenly. `files` and `files_shown` say how many there are.
+    `groups`: run (its place), kind, step, prompt, truth, members. As many files as the budget of
+    bytes holds are read: from the first and the last of a run to those between, so that what is
+    left out is spread evenly; of a large file the first groups, of a large group the first members
+    (`of` then says how many it has). `files`, `files_shown` and `files_cut`, those that are not
+    there in full, say how many there are.
     """
-    groups, files, files_shown = [], 0, 0
+    groups, files, files_shown, files_cut = [], 0, 0, 0
     for place, (_, run_path) in enumerate(runs):
         kept = [(step, "eval", path) for step, path in list_samples(run_path, "eval")]
         kept += [(step, "train", path) for step, path in list_samples(run_path, "train")]
         files += len(kept)
-        left = budget // len(runs)
+        budget_of_run = left = budget // len(runs)
         for step, kind, path in _spread(sorted(kept)):
             of_file = [_group(place, kind, step, records) for records in read_samples(path)]
-            left -= len(json.dumps(of_file))
-            if left < 0:
+            fitting, size = _fitting(of_file, min(left, int(budget_of_run * SHARE_OF_FILE)))
+            if size > left:
                 break
+            left -= size
             files_shown += 1
-            groups += of_file
+            files_cut += fitting != of_file
+            groups += fitting
     groups.sort(key=lambda group: (group["run"], group["step"], group["kind"]))
     names = [shown(name) for name, _ in runs]
     halves = {name: half for _, name, half in TOKEN_VALUES}
@@ -136,7 +157,31 @@ def browser_data(runs: list[tuple[str, Path]], budget: int = BROWSER_BYTES) -> d
         "groups": groups,
         "files": files,
         "files_shown": files_shown,
+        "files_cut": files_cut,
     }
+
+
+def _fitting(groups: list[dict[str, Any]], limit: int) -> tuple[list[dict[str, Any]], int]:
+    """The first groups that take no more bytes of JSON than the limit, and how many they take; at
+    least one response."""
+    total = 0
+    for i, group in enumerate(groups):
+        size = len(json.dumps(group))
+        if total + size > limit:
+            return (groups[:i], total) if i else _fitting_members(group, limit)
+        total += size
+    return groups, total
+
+
+def _fitting_members(group: dict[str, Any], limit: int) -> tuple[list[dict[str, Any]], int]:
+    members = group["members"]
+    total = len(json.dumps({**group, "members": []}))
+    for count, member in enumerate(members):
+        size = len(json.dumps(member))
+        if count and total + size > limit:
+            return [{**group, "members": members[:count], "of": len(members)}], total
+        total += size
+    return [group], total
 
 
 def _spread(items: list) -> Iterator:
@@ -174,10 +219,27 @@ def member_of(record: dict[str, Any]) -> dict[str, Any]:
         member["cut"] = True
     if record.get("reward_error"):
         member["error"] = shown(record["reward_error"])
+    if isinstance(text, str) and (added := _shown_ranges(record.get("added"), len(text))):
+        member["added"] = added
     chars = record.get("token_chars")
     if isinstance(text, str) and isinstance(chars, list) and sum(chars) == len(text):
         member |= _tokens(record, len(text))
     return member
+
+
+def _shown_ranges(ranges: Any, length: int) -> list[list[int]]:
+    """Where the ranges of a text of that length are when it is `shown`."""
+    if not isinstance(ranges, list) or length <= HEAD + TAIL:
+        return ranges or []
+    tail = length - TAIL
+    shift = tail - HEAD - len(_left_out(length))
+    found = []
+    for start, end in ranges:
+        first = start if start < HEAD else max(start, tail) - shift
+        last = end if end <= HEAD else end - shift if end > tail else HEAD
+        if first < last:
+            found.append([first, last])
+    return found
 
 
 def _tokens(record: dict[str, Any], length: int) -> dict[str, Any]:

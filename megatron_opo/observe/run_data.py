@@ -31,6 +31,12 @@ class Run:
         names = {name for record in self.evals for name in record if name.startswith(prefix)}
         return max(names, key=lambda name: int(name.removeprefix(prefix)), default=None)
 
+    @property
+    def steps(self) -> tuple[float, float] | None:
+        """The first and the last that there is a record of."""
+        steps = [float(record["step"]) for record in (*self.train, *self.evals)]
+        return (min(steps), max(steps)) if steps else None
+
     def setting(self, section: str, key: str) -> Any:
         values = self.recipe.get(section)
         return values.get(key) if isinstance(values, dict) else None

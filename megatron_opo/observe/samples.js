@@ -1,16 +1,20 @@
 "use strict";
 // Text of models enters the page as text nodes only; nothing here makes HTML of a string.
 (() => {
-  const data = JSON.parse(document.getElementById("samples-data").textContent);
   const section = document.getElementById("browser");
-  if (!data.groups.length) return;
-  section.hidden = false;
   const form = section.querySelector("form");
   const list = document.getElementById("groups");
   const more = document.getElementById("more");
   const PAGE = 8;
+  const LONG = 300;
+  let data;
+  let sharedStart = 0;
   let matching = [];
   let drawn = 0;
+
+  const keys = new WeakMap();
+
+  const read = () => JSON.parse(document.getElementById("samples-data").textContent);
 
   function make(tag, className, text) {
     const node = document.createElement(tag);
@@ -20,21 +24,43 @@
   }
 
   function options(select, pairs) {
+    const chosen = select.value;
     select.replaceChildren(...pairs.map(([value, label]) => {
       const option = make("option", "", label);
       option.value = value;
       return option;
     }));
+    select.value = chosen;
+    if (select.selectedIndex < 0) select.selectedIndex = 0;
   }
 
-  const steps = [...new Set(data.groups.map((group) => group.step))].sort((a, b) => a - b);
-  const colors = Object.keys(data.halves).filter((name) =>
-    data.groups.some((group) => group.members.some((member) => member[name])));
-  options(form.elements.run, [["", "all"], ...data.runs.map((name, i) => [String(i), name])]);
-  options(form.elements.step, [["", "all"], ...steps.map((step) => [String(step), String(step)])]);
-  options(form.elements.color, [["", "nothing"], ...colors.map((name) => [name, name])]);
-  document.getElementById("of-run").hidden = data.runs.length < 2;
-  document.getElementById("of-color").hidden = !colors.length;
+  function take(newData) {
+    data = newData;
+    section.hidden = !data.groups.length;
+    sharedStart = startOfAll(data.groups.map((group) => group.prompt));
+    const steps = [...new Set(data.groups.map((group) => group.step))].sort((a, b) => a - b);
+    const colors = Object.keys(data.halves).filter((name) =>
+      data.groups.some((group) => group.members.some((member) => member[name])));
+    const runs = data.runs.map((name, i) => [String(i), name]);
+    options(form.elements.run, [["", "all"], ...runs]);
+    const named = steps.map((step) => [String(step), String(step)]);
+    options(form.elements.step, [["", "all"], ...named]);
+    options(form.elements.color, [["", "nothing"], ...colors.map((name) => [name, name])]);
+    document.getElementById("of-run").hidden = data.runs.length < 2;
+    document.getElementById("of-color").hidden = !colors.length;
+    document.getElementById("speakers").hidden =
+      !data.groups.some((group) => group.members.some((member) => member.added));
+  }
+
+  // Up to which character all prompts are the same, as those of one chat template are.
+  function startOfAll(prompts) {
+    const different = [...new Set(prompts)];
+    if (different.length < 2) return 0;
+    let end = 0;
+    while (different.every((p) => p[end] !== undefined && p[end] === different[0][end])) end += 1;
+    const words = different[0].slice(0, end).lastIndexOf(" ") + 1;
+    return end > 40 ? words || end : 0;
+  }
 
   function wanted() {
     const value = (name) => form.elements[name].value;
@@ -60,7 +86,7 @@
       group.prompt.toLowerCase().includes(want.text);
   }
 
-  function find() {
+  function find(least = PAGE) {
     const want = wanted();
     matching = [];
     let responses = 0;
@@ -78,21 +104,45 @@
     found.textContent = `${responses} ${responses === 1 ? "response" : "responses"} in ${groups}. `;
     if (want.color) {
       const scale = make("span", "scale", "");
-      const ends = want.color === "logprob" ? ["likely", "unlikely"] : ["0", "large"];
-      scale.append(ends[0], make("i"), ends[1]);
+      const half = `${want.color === "logprob" ? "-" : ""}${data.halves[want.color]}`;
+      scale.append(`${want.color} 0`, make("i"), `far from 0; half of the colour is ${half} nats`);
       found.append(scale);
     }
-    list.replaceChildren();
     drawn = 0;
-    draw(want);
+    draw(want, least);
   }
 
-  function draw(want) {
-    for (const [group, hits] of matching.slice(drawn, drawn + PAGE)) {
-      list.append(groupNode(group, hits, want));
+  // What stands there already stays as it is, so that nobody who reads it is disturbed.
+  function draw(want, count = PAGE) {
+    const end = Math.min(drawn + count, matching.length);
+    for (; drawn < end; drawn += 1) {
+      const [group, hits] = matching[drawn];
+      const key = JSON.stringify([group, hits, want.color, want.text, sharedStart]);
+      const there = list.children[drawn];
+      if (there && keys.get(there) === key) continue;
+      const node = groupNode(group, hits, want);
+      keys.set(node, key);
+      if (there) there.replaceWith(node);
+      else list.append(node);
     }
-    drawn = Math.min(drawn + PAGE, matching.length);
+    while (list.children.length > drawn) list.lastChild.remove();
     more.hidden = drawn >= matching.length;
+  }
+
+  function title(prompt) {
+    const words = prompt.slice(sharedStart).replace(/\s+/g, " ").trim();
+    const shortened = words.length > 60 ? `${words.slice(0, 60)}...` : words;
+    return sharedStart ? `... ${shortened}` : shortened;
+  }
+
+  // 1, 0, 0, 1 as "1 x2, 0 x2", with the sign of multiplication.
+  function tally(rewards) {
+    const counts = new Map();
+    for (const reward of [...rewards].sort((a, b) => b - a)) {
+      counts.set(short(reward), (counts.get(short(reward)) ?? 0) + 1);
+    }
+    if (counts.size > 6) return `${short(Math.min(...rewards))} to ${short(Math.max(...rewards))}`;
+    return [...counts].map(([reward, n]) => (n > 1 ? `${reward} \u00d7${n}` : reward)).join(", ");
   }
 
   function groupNode(group, hits, want) {
@@ -100,21 +150,29 @@
     const header = make("header");
     const kind = group.kind === "eval" ? "evaluation" : "training";
     const run = data.runs.length > 1 ? `${data.runs[group.run]}, ` : "";
-    header.append(make("b", "", `${run}${kind}, step ${group.step}`));
+    const name = make("h3", "", `${run}${kind}, step ${group.step}: `);
+    const start = make("bdi");
+    start.append(...marked(title(group.prompt), want.text));
+    name.append(start);
     const rewards = group.members.map((m) => m.reward).filter((r) => r !== undefined);
     const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
-    const facts = [`${group.members.length} responses`];
-    if (rewards.length) facts.push(`mean reward ${short(mean)}`);
+    const number = group.members.length;
+    const responses = `${number} ${number === 1 ? "response" : "responses"}`;
+    const facts = [group.of ? `the first ${number} of ${group.of} responses` : responses];
+    if (rewards.length) facts.push(`rewards ${tally(rewards)}`);
+    if (rewards.length > 1 && !group.of) facts.push(`mean ${short(mean)}`);
     const baselines = [...new Set(group.members.map((m) => m.baseline)
       .filter((b) => b !== undefined).map(short))];
     if (baselines.length === 1) facts.push(`baseline ${baselines[0]}`);
-    header.append(facts.join(", "));
+    header.append(name, make("span", "", facts.join("; ")));
     const prompt = make("pre", "prompt");
     prompt.dir = "auto";
     prompt.append(...marked(group.prompt, want.text));
+    prompt.hidden = title(group.prompt) === group.prompt;
     const truth = make("div", "truth", "ground truth ");
     truth.append(make("code", "", group.truth));
-    const members = make("div", "members");
+    const long = group.members.some((member) => member.text.length > LONG);
+    const members = make("div", long ? "members long" : "members");
     group.members.forEach((member, i) => {
       members.append(card(member, hits[i], want, baselines.length > 1));
     });
@@ -129,20 +187,20 @@
     const header = make("header");
     header.append(make("span", "badge", none ? "unscorable" : `reward ${short(member.reward)}`));
     if (member.advantage !== undefined) {
-      header.append(make("span", "", `advantage ${member.advantage > 0 ? "+" : ""}${short(member.advantage)}`));
+      const sign = member.advantage > 0 ? "+" : "";
+      header.append(make("span", "", `advantage ${sign}${short(member.advantage)}`));
     }
     if (ownBaseline && member.baseline !== undefined) {
       header.append(make("span", "", `baseline ${short(member.baseline)}`));
     }
-    header.append(make("span", "", `${member.length} tokens${member.cut ? ", cut at the limit" : ""}`));
+    const cut = member.cut ? ", cut at the limit" : "";
+    header.append(make("span", "", `${member.length} tokens${cut}`));
     const text = make("pre");
     text.dir = "auto";
-    if (want.color && member[want.color]) {
-      text.className = "tokens";
-      text.append(...coloured(member, want.color));
-    } else {
-      text.append(...marked(member.text || "(empty)", want.text));
-    }
+    const colour = want.color && member[want.color] ? want.color : "";
+    if (colour) text.className = "tokens";
+    if (colour || member.added) text.append(...spoken(member, colour, want.text));
+    else text.append(...marked(member.text || "(empty)", want.text));
     node.append(header, text);
     if (member.error) node.append(make("div", "truth", `not scored: ${member.error}`));
     return node;
@@ -163,17 +221,37 @@
     return parts;
   }
 
-  // member.chars counts characters as Python does; JavaScript's strings count halves of some.
-  function coloured(member, name) {
+  // Text of a response by who said it: what was added to the policy's words is marked as such.
+  // Ranges count characters as Python does; JavaScript's strings count halves of some.
+  function spoken(member, colour, wantedText) {
     const characters = Array.from(member.text);
     const nodes = [];
-    let from = 0;
+    let end = 0;
+    for (const [start, stop] of [...(member.added ?? []), [characters.length, characters.length]]) {
+      const say = (from, to) => (colour ? coloured(member, colour, characters, from, to)
+        : marked(characters.slice(from, to).join(""), wantedText));
+      if (start > end) nodes.push(...say(end, start));
+      if (stop > start) {
+        const node = make("span", "added");
+        node.append(...say(start, stop));
+        nodes.push(node);
+      }
+      end = stop;
+    }
+    return nodes;
+  }
+
+  // The tokens between two places, each on its colour.
+  function coloured(member, name, characters, first, last) {
+    const nodes = [];
+    let end = 0;
     member.chars.forEach((size, i) => {
-      const piece = characters.slice(from, from + size).join("");
-      from += size;
-      const level = data.levels.indexOf(member[name][i]);
-      if (!piece) return;
+      const start = end;
+      end += size;
+      const piece = characters.slice(Math.max(start, first), Math.min(end, last)).join("");
+      if (!piece || start >= last) return;
       const node = make("span", "", piece);
+      const level = data.levels.indexOf(member[name][i]);
       if (level >= 0) {
         const share = level / data.levels.length;
         const value = (data.halves[name] * share) / (1 - share);
@@ -214,6 +292,9 @@
   form.addEventListener("reset", () => setTimeout(() => { remember(); find(); }, 0));
   form.addEventListener("submit", (event) => event.preventDefault());
   more.addEventListener("click", () => draw(wanted()));
+  // A page that is kept up to date says so when it has other samples.
+  document.addEventListener("samples", () => { take(read()); find(Math.max(drawn, PAGE)); });
+  take(read());
   recall();
   find();
 })();

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +70,9 @@ def sample_record(
 ) -> dict[str, Any]:
     """One line of a samples file. `logprob` is the sum over the response's tokens, in nats.
 
+    `added` are the ranges of characters of the response that the policy did not say, where there
+    are any.
+
     With `decode` also `token_chars`, how many characters of the response each token adds,
     `token_logprobs`, and what `token_values` says, null where the policy did not sample. Not of
     responses of more than MOST_TOKENS_WITH_VALUES tokens, nor where the tokens, decoded one by
@@ -89,6 +93,8 @@ def sample_record(
         "logprob": finite(sum(sample.logprobs)),
         "reward_error": sample.reward_error,
     }
+    if sample.added:
+        record["added"] = [list(span) for span in sample.added]
     short = len(sample.response_ids) <= MOST_TOKENS_WITH_VALUES
     chars = token_chars(sample, decode) if decode and short else None
     if chars is not None:
@@ -110,9 +116,29 @@ def _rounded(value: float) -> float | None:
 
 def token_chars(sample: Sample, decode: Decode) -> list[int] | None:
     """How many characters of the text each token adds: 0 for a special one, and for one whose
-    character ends with a later token. None if that does not make the text."""
+    character ends with a later token. None if that does not make the text.
+
+    The first token of what was added stands for all of it: its special tokens are in the text.
+    """
+    chars, text = [], ""
+    added = iter(sample.added)
+    own = sample.loss_mask if sample.loss_mask and sample.added else (True,) * len(sample.logprobs)
+    tokens = zip(own, sample.response_ids, strict=True)
+    for mine, turn in groupby(tokens, key=lambda pair: pair[0]):
+        ids = tuple(token for _, token in turn)
+        if mine:
+            sizes, said = _decoded(ids, decode)
+        else:
+            said = sample.text[slice(*next(added, (0, 0)))]
+            sizes = [len(said)] + [0] * (len(ids) - 1)
+        chars += sizes
+        text += said
+    return chars if text == sample.text else None
+
+
+def _decoded(ids: tuple[int, ...], decode: Decode) -> tuple[list[int], str]:
     chars, text, pending = [], "", ()
-    for token in sample.response_ids:
+    for token in ids:
         pending += (token,)
         piece = decode(pending)
         if piece.endswith("\ufffd") and len(pending) < MOST_TOKENS_OF_A_CHARACTER:
@@ -124,7 +150,7 @@ def token_chars(sample: Sample, decode: Decode) -> list[int] | None:
         rest = decode(pending)
         chars[-1] = len(rest)
         text += rest
-    return chars if text == sample.text else None
+    return chars, text
 
 
 def finite(value: float | None) -> float | None:

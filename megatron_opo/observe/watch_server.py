@@ -14,6 +14,8 @@ from megatron_opo.observe.report import report_page
 HOST = "127.0.0.1"
 # As which a browser may ask. A page from elsewhere whose name was pointed here has another one.
 NAMES = ("127.0.0.1", "localhost")
+NOTHING_YET = b"no step is logged yet; this page shows the run as soon as one is\n"
+RETRY_S = 1
 
 
 def version_of(run_path: Path) -> str | None:
@@ -82,7 +84,11 @@ def respond(pages: Pages, path: str, host: str) -> tuple[HTTPStatus, str, bytes]
     """Status, content type and content. No part of `path` names a file."""
     if host.rpartition(":")[0] not in NAMES and host not in NAMES:
         return HTTPStatus.FORBIDDEN, "text/plain", b"ask as 127.0.0.1 or localhost\n"
+    if path == "/favicon.ico":  # browsers ask for it unasked, and tell when it is missing
+        return HTTPStatus.NO_CONTENT, "image/x-icon", b""
     try:
+        if path == "/" and version_of(pages.run_path) is None:
+            return HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", NOTHING_YET
         if path == "/":
             return HTTPStatus.OK, "text/html", pages.get()
         if path == "/version":
@@ -105,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.send_header("Refresh", str(RETRY_S))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content)

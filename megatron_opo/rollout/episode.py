@@ -50,6 +50,7 @@ class Episode:
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._own: list[bool] = []
+        self._added: list[tuple[int, int]] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._server = ""
@@ -109,7 +110,12 @@ class Episode:
         if len(ids) > self.room:
             self._full = True
             raise EpisodeFullError
+        start = len(self.text)
+        if self._added and self._added[-1][1] == start:
+            start = self._added.pop()[0]
         self._extend(ids, text, own=False)
+        if len(self.text) > start:
+            self._added.append((start, len(self.text)))
         self._logprobs += [0.0] * len(ids)
         self._versions += self._versions[-1:] * len(ids)
         self._cut = False
@@ -138,6 +144,7 @@ class Episode:
             server=self._server,
             reward_error=error,
             loss_mask=tuple(self._own),
+            added=tuple(self._added),
         )
 
 

@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 from cluster import MiniCluster
+from debian import install
 from machines import NAMESPACES
 
 COMMANDS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "setpriv")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "util-linux")
-APT_TIMEOUT_S = 120
 
 
 def pytest_runtest_setup() -> None:
@@ -38,7 +38,7 @@ def why_not_here() -> str | None:
     """What keeps a cluster from being made here, after installing Slurm where it is missing."""
     if os.geteuid() != 0:
         return "its nodes are Linux namespaces, which needs root"
-    if missing() and (failure := install()):
+    if missing() and (failure := install(PACKAGES)):
         return f"{', '.join(missing())} not found, and {failure}"
     if missing():
         return f"{', '.join(missing())} not found"
@@ -55,29 +55,3 @@ def why_not_here() -> str | None:
 def missing() -> list[str]:
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     return [command for command in COMMANDS if shutil.which(command, path=path) is None]
-
-
-def install() -> str | None:
-    """Install Slurm's packages (seconds, once a machine); what went wrong, or None."""
-    if shutil.which("apt-get") is None:
-        return "there is no apt-get to install it"
-    # Two test processes may both get here.
-    apt = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120"]
-    update = [*apt, "update"]
-    add = [*apt, "install", "--no-install-recommends", *PACKAGES]
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for command in (update, add):
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=APT_TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return f"{' '.join(command)} took more than {APT_TIMEOUT_S} s"
-    if done.returncode != 0:  # of the update, a failure may concern another archive only
-        return f"apt-get: {(done.stderr.splitlines() or ['failed'])[-1]}"
-    return None
