@@ -19,6 +19,7 @@ from hashlib import blake2b
 from importlib.metadata import entry_points
 
 import torch
+from torch.nn.functional import silu
 
 from megatron_opo import attention_kernel, invariant
 
@@ -123,6 +124,24 @@ def normalize(norm, x, residual=None, post_residual_addition=None, quant_linear=
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
     return invariant.rms_norm(residual, norm.weight, norm.variance_epsilon), residual
+
+
+def compute_experts(layer, x: torch.Tensor, topk_output, moe_runner_config) -> torch.Tensor:
+    """[tokens, channels]: in Megatron's order. A token's weight is in what its expert's last product
+    is made of, and results are added up from the first expert to the last."""
+    if moe_runner_config.activation != "silu" or moe_runner_config.apply_router_weight_on_input:
+        raise NotImplementedError("reproducible sampling is for experts with plain silu gates")
+    weights, chosen, _ = topk_output
+    results, rows = [], []
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = (x[tokens] @ layer.w13_weight[expert].t()).chunk(2, -1)
+        inner = silu(gate) * up
+        inner = (inner * weights[tokens, places, None]).to(x.dtype)
+        results.append(inner @ layer.w2_weight[expert].t())
+        rows.append(tokens)
+    targets = torch.cat(rows)[:, None].expand(-1, x.shape[1])
+    return torch.zeros_like(x).scatter_add_(0, targets, torch.cat(results))
 
 
 def attend_extend(
@@ -253,6 +272,7 @@ AFTER_WARMUP = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmu
 REPLACED = {
     "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": enable_batch_invariant_mode,
     "sglang.srt.layers.layernorm.RMSNorm.forward_native": normalize,
+    "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": compute_experts,
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     "._run_sdpa_forward_extend": attend_extend,
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from actor_cases import open_actor
-from models import tiny_llama, tiny_qwen2, tiny_qwen3
+from models import tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from ranks import run_ranks
 from servers import START_TIMEOUT_S, Pool, launch_pool
 
@@ -41,12 +41,19 @@ CASES = {
         lambda path: tiny_llama(path, rope_parameters=LLAMA3), "float32", 2, ("tp2", "sp2 pp2")
     ),
     "qwen2": Case(tiny_qwen2, "bfloat16", 2, ("tp2", "sp2")),
+    "experts": Case(
+        lambda path: tiny_qwen3_moe(path, mlp_only_layers=[], num_experts_per_tok=3),
+        "bfloat16",
+        1,
+        ("", "ep2"),
+    ),
 }
 OVERRIDES = {
     "pp2": ["actor.pipeline_parallel=2"],
     "vpp2": ["actor.pipeline_parallel=2", "actor.virtual_pipeline=2"],
     "cp2": ["actor.context_parallel=2"],
     "dp2": ["actor.data_parallel=2"],
+    "ep2": ["actor.data_parallel=2", "actor.expert_parallel=2"],
     "tp2": ["actor.tensor_parallel=2"],
     "sp2": ["actor.tensor_parallel=2", "actor.sequence_parallel=true"],
     "recompute": ["actor.recompute=full"],

@@ -32,6 +32,16 @@ class Router(TopKRouter):
         return F.linear(input, self.weight).float()
 
 
+class NormalizingRouter(Router):
+    """Then the chosen experts' probabilities are divided by their sum. Megatron's own way, a
+    softmax of the chosen experts' logits, has other last digits."""
+
+    def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        probabilities, chosen = super().routing(*args, **kwargs)
+        total = probabilities.topk(self.topk, dim=-1).values.sum(-1, keepdim=True)
+        return probabilities / total, chosen
+
+
 def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
@@ -49,8 +59,7 @@ def expert_fields(architecture: Architecture, actor: ActorConfig) -> dict[str, A
         if mixed
         else 1,
         "moe_router_topk": experts.per_token,
-        # The softmax over the chosen experts alone is the normalised one over all.
-        "moe_router_pre_softmax": not experts.normalize,
+        "moe_router_pre_softmax": True,
         "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32",
         "moe_router_topk_scaling_factor": None,
@@ -96,10 +105,15 @@ def mark_experts(model: torch.nn.Module) -> None:
                 parameter.allreduce = False
 
 
-def use_router(layer: ModuleSpec) -> None:
-    """Put our router into the spec of a layer with experts."""
+def router_of(architecture: Architecture) -> type[Router]:
+    normalize = architecture.experts is not None and architecture.experts.normalize
+    return NormalizingRouter if normalize else Router
+
+
+def use_router(layer: ModuleSpec, router: type[Router]) -> None:
+    """Put it into the spec of a layer with experts."""
     of_layer: Any = layer.submodules
     mlp = of_layer.mlp
     # Newer Megatron versions have a partial function in the place of a spec.
     of_mlp: Any = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-    of_mlp.router = Router
+    of_mlp.router = router

@@ -31,10 +31,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_opo.actor.attention import PackedAttention
 from megatron_opo.actor.experts import (
+    Router,
     expert_fields,
     has_transformer_engine,
     layers_with_experts,
     mark_experts,
+    router_of,
     use_router,
 )
 from megatron_opo.actor.norm import RMSNorm
@@ -121,7 +123,7 @@ def _build_chunk(
     is_last_chunk = chunk in (None, actor.virtual_pipeline - 1)
     model = PackedGPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(config, chunk),  # pyright: ignore[reportArgumentType]
+        transformer_layer_spec=_block_spec(config, chunk, router_of(architecture)),  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab(architecture.vocab, actor.tensor_parallel),
         max_sequence_length=architecture.max_positions,
         pre_process=stage == 0 and not chunk,
@@ -285,20 +287,25 @@ def _check_extra(extra: dict[str, Any], fixed: dict[str, Any]) -> None:
         raise RecipeError("\n".join(problems))
 
 
-def _block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, chunk: int | None, router: type[Router]
+) -> TransformerBlockSubmodules:
     sparse = layers_with_experts(config)
     if has_transformer_engine():
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         first = get_transformer_layer_offset(config, vp_stage=chunk)
         for i, layer in enumerate(block.layer_specs or []):
             if sparse[first + i]:
-                use_router(layer)
+                use_router(layer, router)
             # Transformer Engine passes keys around among context-parallel ranks, but with a window.
             if config.context_parallel_size > 1 and config.window_size is not None:
                 of_layer: Any = layer.submodules
                 of_layer.self_attention.submodules.core_attention = PackedAttention
         return block
-    kinds = {has_experts: _local_layer_spec(config, has_experts) for has_experts in {*sparse}}
+    kinds = {
+        has_experts: _local_layer_spec(config, router if has_experts else None)
+        for has_experts in {*sparse}
+    }
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)
     return TransformerBlockSubmodules(
@@ -307,9 +314,9 @@ def _block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBloc
     )
 
 
-def _local_layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+def _local_layer_spec(config: TransformerConfig, router: type[Router] | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if has_experts else None,
+        num_experts=config.num_moe_experts if router else None,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
@@ -320,6 +327,6 @@ def _local_layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpe
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if has_experts:
-        use_router(layer)
+    if router:
+        use_router(layer, router)
     return layer
