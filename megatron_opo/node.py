@@ -27,6 +27,7 @@ from megatron_opo.launch import (
     raising_on_signals,
     run_ranks,
 )
+from megatron_opo.observe.loggers import check_loggers
 from megatron_opo.preflight import check_nodes
 from megatron_opo.recipe import Recipe
 from megatron_opo.recipe_file import dump_recipe
@@ -69,6 +70,7 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
         try:
             if job.node == 0 and not check_only:
                 held.enter_context(only_run(recipe.run_path))
+                check_loggers(recipe.log.loggers)
                 record_attempt(recipe.run_path, job.attempt)
                 write_key(directory / KEY_FILE, api_key())
             nodes = check_nodes(board, directory, dump_recipe(recipe))
@@ -173,7 +175,8 @@ def _servers(
         if numbers:
             alone = len(board.job.nodes) == 1
             host = recipe.rollout.host if alone else board.address
-            rollout = recipe.rollout.model_copy(update={"host": host, "servers": len(numbers)})
+            update = {"host": host, "servers": len(numbers)}
+            rollout = recipe.rollout_to_launch.model_copy(update=update)
             own = launch_servers(rollout, recipe.model, logs, device, first=numbers[0])
         described = [
             {"name": s.name, "url": s.url, "log": str(s.log), "node": board.job.node} for s in own

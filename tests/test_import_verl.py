@@ -85,7 +85,7 @@ def test_a_whole_opo_script(tmp_path):
     assert recipe.optimizer.weight_decay == 0.01
     assert (recipe.train.steps, recipe.eval.every, recipe.checkpoint.every) == (500, 10, 50)
     assert recipe.eval.temperature == 0
-    assert recipe.log.wandb_project == "opo"
+    assert (recipe.log.loggers, recipe.log.project) == (("wandb",), "opo")
 
 
 def test_several_updates_per_rollout_become_as_many_exact_steps(tmp_path):
