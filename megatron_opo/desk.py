@@ -374,7 +374,7 @@ def open_desk(
                 log.warn("it was written without checksums: its files could not be verified")
             for change in changed_fields(checkpoint.recipe, recipe):
                 log.warn(f"the recipe changed since then: {change}")
-        if log.loggers.places:
+        if set(recipe.log.loggers) - {"tensorboard"}:
             log.note(f"metrics also go to {log.loggers.places}")
         if exposed is not None:
             log.note(scrape_addresses(exposed.address, servers, recipe))
@@ -419,7 +419,10 @@ def expose(recipe: Recipe, first_step: int, resources: ExitStack) -> Exposed | N
 def scrape_addresses(trainer: str, servers: list[Server], recipe: Recipe) -> str:
     """For the person who writes Prometheus' configuration."""
     lines = [f"Prometheus: {trainer} (trainer)"]
-    if recipe.rollout.urls or recipe.rollout_to_launch.server_args.get("enable_metrics"):
+    if recipe.rollout.urls:
+        what = "if it was started with --enable-metrics"
+        lines += [f"Prometheus: {server.url}/metrics ({server.name}, {what})" for server in servers]
+    elif recipe.rollout_to_launch.server_args.get("enable_metrics"):
         lines += [f"Prometheus: {server.url}/metrics ({server.name})" for server in servers]
     return "\n".join(lines)
 

@@ -1,11 +1,11 @@
 """What a run begins before the imports that take seconds: its servers start meanwhile."""
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from megatron_opo.observe.loggers import check_loggers
+from megatron_opo.observe.prometheus import claim_metrics_port
 from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import Server, close_servers, launch_servers
 from megatron_opo.rollout.episode import find_function
@@ -35,7 +35,8 @@ def started_servers(recipe: Recipe, device: str) -> Iterator[list[Server]]:
     check_loggers(recipe.log.loggers)
     # In a job of several nodes a launcher holds it.
     held = nullcontext() if ATTEMPT_VARIABLE in os.environ else only_run(recipe.run_path)
-    with held, _metrics_port(recipe) or nullcontext():
+    port = recipe.log.prometheus_port
+    with held, claim_metrics_port(recipe.log.prometheus_host, port):
         servers = launch_servers(
             recipe.rollout_to_launch, recipe.model, recipe.run_path / "logs", device
         )
@@ -43,12 +44,3 @@ def started_servers(recipe: Recipe, device: str) -> Iterator[list[Server]]:
             yield servers
         finally:
             close_servers(servers)
-
-
-def _metrics_port(recipe: Recipe) -> socket.socket | None:
-    """Held until the log serves on it."""
-    if recipe.log.prometheus_port is None:
-        return None
-    from megatron_opo.observe.prometheus import claim_metrics_port
-
-    return claim_metrics_port(recipe.log.prometheus_host, recipe.log.prometheus_port)

@@ -623,7 +623,7 @@ class LogConfig(Section):
     loggers: tuple[LoggerName, ...] = Field(
         default=("tensorboard",),
         description="where metrics go, too: tensorboard, wandb, mlflow, trackio. In the run "
-        "directory, unless the environment names a server (docs/reports.md)",
+        "directory, unless the environment names a server (docs/logging.md)",
     )
     project: Annotated[str, Field(min_length=1)] = Field(
         default="megatron_opo",

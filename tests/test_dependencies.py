@@ -46,8 +46,8 @@ ALLOWED = {
     "launch": {"errors", "ports", "stop"},
     "plan": {"errors", "model_fit", "recipe", "recipe_file", "weights"},
     "data": BASE | {"prompts", "recipe_file", "rows"},
-    "doctor": {"environment", "errors", "kernel_build", "model_fit", "plan", "preflight"}
-    | {"recipe", "recipe_file", "rewards", "rows", "runs", "user_code", "weights"},
+    "doctor": {"environment", "errors", "kernel_build", "model_fit", "observe", "plan"}
+    | {"preflight", "recipe", "recipe_file", "rewards", "rows", "runs", "user_code", "weights"},
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
     "node": BASE

@@ -7,7 +7,6 @@ trains again are dropped first where a logger's files are the run's own.
 import logging
 import os
 import re
-import shutil
 import sqlite3
 import time
 from collections.abc import Callable
@@ -70,6 +69,8 @@ class Wandb:
             _move_aside_offline_runs(run)
         import wandb  # pyright: ignore[reportMissingImports]
 
+        # It would ask for a login otherwise, and wait.
+        wandb.setup(wandb.Settings(silent=True))
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -78,7 +79,7 @@ class Wandb:
             dir=str(run.path),
             mode="offline" if is_offline else mode,
             config=run.recipe,
-            settings=wandb.Settings(console="off", silent=is_offline, login_timeout=1),
+            settings=wandb.Settings(console="off", silent=True),
         )
         self.place = f"{run.path / 'wandb'} (offline)" if is_offline else str(self._run.url or mode)
         if is_offline:
@@ -110,7 +111,7 @@ class MlFlow:
         directory = run.path / "mlflow"
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            _start_anew_if_first(directory, run)
+            directory.mkdir(exist_ok=True)
             database = (directory / "mlflow.db").absolute()
             _forget_mlflow_steps(database, run)
             uri = f"sqlite:///{database}"
@@ -166,17 +167,15 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _start_anew_if_first(directory: Path, run: LoggedRun) -> None:
-    if run.first_step == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True, exist_ok=True)
-
-
 def _forget_mlflow_steps(database: Path, run: LoggedRun) -> None:
-    """Those that are trained again; MLflow itself only adds."""
+    """Those that are trained again; MLflow itself only adds. A run that starts anew puts what was
+    there where MLflow puts deleted runs."""
     if not database.exists():
         return
     with closing(sqlite3.connect(database)) as connection, connection:
+        if run.first_step == 0:
+            connection.execute("UPDATE runs SET lifecycle_stage = 'deleted'")
+            return
         connection.execute("DELETE FROM metrics WHERE step > ?", (run.first_step,))
         connection.execute("DELETE FROM latest_metrics")
         connection.execute(
@@ -196,7 +195,6 @@ class Trackio:
         elsewhere = next((os.environ[name] for name in names if os.environ.get(name)), None)
         directory = (run.path / "trackio").absolute()
         if elsewhere is None:
-            _start_anew_if_first(directory, run)
             _forget_trackio_steps(directory, run)
             os.environ["TRACKIO_DIR"] = str(directory)  # read at the import
         import trackio  # pyright: ignore[reportMissingImports]
@@ -224,10 +222,11 @@ class Trackio:
 
 
 def _forget_trackio_steps(directory: Path, run: LoggedRun) -> None:
-    """Those that are trained again; trackio itself only adds."""
+    """Those that are trained again, or all of them; trackio itself only adds."""
+    last = run.first_step or -1
     for database in directory.glob("*.db"):
         with closing(sqlite3.connect(database)) as connection, connection:
-            connection.execute("DELETE FROM metrics WHERE step > ?", (run.first_step,))
+            connection.execute("DELETE FROM metrics WHERE step > ?", (last,))
 
 
 BACKENDS: dict[str, Callable[[LoggedRun], Logger]] = {

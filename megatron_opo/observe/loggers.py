@@ -9,6 +9,7 @@ import io
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -17,14 +18,15 @@ from typing import Any, Protocol
 
 from megatron_opo.errors import UnfitEnvironmentError
 
-# Modules that each needs beside what always is installed, and what brings them.
-MLFLOW_STORE = {"mlflow": "mlflow", "sqlalchemy": "mlflow", "alembic": "mlflow"}
+# Modules that each needs, and what to install.
 NEEDS = {
-    "tensorboard": {"tensorboard": "tensorboard"},
-    "wandb": {"wandb": "wandb"},
-    "mlflow": {"mlflow": "mlflow-skinny"},
-    "trackio": {"trackio": "trackio"},
+    "tensorboard": (("tensorboard",), "tensorboard"),
+    "wandb": (("wandb",), "wandb"),
+    "mlflow": (("mlflow",), "mlflow-skinny"),
+    "trackio": (("trackio",), "trackio"),
 }
+# Of mlflow without a server.
+MLFLOW_DATABASE = (("mlflow", "sqlalchemy", "alembic"), "mlflow-skinny sqlalchemy alembic")
 START_SECONDS = 10.0
 CLOSE_SECONDS = 30.0
 # Records that may wait for a logger; at a step a second that is more than half an hour.
@@ -72,21 +74,20 @@ def check_loggers(names: Sequence[str]) -> None:
     """
     problems = []
     for name in names:
-        needs = NEEDS[name]
+        modules, packages = NEEDS[name]
         if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
-            needs = MLFLOW_STORE
-        missing = [module for module in needs if not _is_installed(module)]
+            modules, packages = MLFLOW_DATABASE
+        missing = [module for module in modules if not is_installed(module)]
         if missing:
             problems.append(
-                f"log.loggers names {name}, but {', '.join(missing)} is not installed: `pip "
-                f"install {needs[missing[0]]}`, or leave {name} out (metrics.jsonl is always "
-                "written)"
+                f"log.loggers names {name}, but {', '.join(missing)} cannot be imported: `pip "
+                f"install {packages}`, or leave {name} out (metrics.jsonl is always written)"
             )
     if problems:
         raise UnfitEnvironmentError("\n".join(problems))
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     try:
         spec = importlib.util.find_spec(module)
     except ValueError:  # what a module without a spec gives
@@ -118,21 +119,24 @@ class Background:
                 self._waiting.put_nowait((step, metrics))
             except queue.Full:
                 self._error = f"it has not taken {MOST_WAITING} records: does its server answer?"
-        return self._news()
+        return self.news()
 
-    def close(self, failed: bool, seconds: float = CLOSE_SECONDS) -> str | None:
-        """Have everything written, for up to so many seconds. As `log`."""
+    def close(self, failed: bool) -> str | None:
+        """Have everything written, for up to CLOSE_SECONDS. As `log`."""
         self._failed = failed
         try:
             self._waiting.put_nowait(None)
-            self._thread.join(seconds)
+            self._thread.join(CLOSE_SECONDS)
         except queue.Full:
             pass  # told already, by `log`
         if self._thread.is_alive() and self._error is None:
-            self._error = f"it did not finish in {seconds:.0f} s; its last steps may be missing"
-        return self._news()
+            self._error = (
+                f"it did not finish in {CLOSE_SECONDS:.0f} s; its last steps may be missing"
+            )
+        return self.news()
 
-    def _news(self) -> str | None:
+    def news(self) -> str | None:
+        """As `log`."""
         if self._error is None or self._told:
             return None
         self._told = True
@@ -142,7 +146,7 @@ class Background:
         )
 
     def _work(self, start: Callable[[LoggedRun], Logger], run: LoggedRun) -> None:
-        # SystemExit, too: libraries that find no terminal to ask for a login call sys.exit.
+        # Of any kind: libraries that find no terminal to ask for a login call sys.exit.
         try:
             logger = start(run)
             self.place = logger.place
@@ -172,8 +176,11 @@ class Loggers:
             # Some greet with a few lines, which would tear the progress bar apart.
             with redirect_stdout(io.StringIO()):
                 self._running = [Background(name, BACKENDS[name], run) for name in names]
+                until = time.monotonic() + START_SECONDS
                 for each in self._running:
-                    each.started.wait(START_SECONDS)
+                    each.started.wait(max(0.0, until - time.monotonic()))
+            for each in self._running:
+                self._tell(each.news())
 
     @property
     def places(self) -> str:

@@ -1,22 +1,22 @@
 """The newest metrics of a run, for Prometheus to scrape."""
 
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from megatron_opo.errors import LogError
+from megatron_opo.errors import LogError, UnfitEnvironmentError
+from megatron_opo.observe.loggers import is_installed
 from megatron_opo.ports import claim_port
 
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily, Metric
+
 PREFIX = "megatron_opo_"
-SETTINGS = "log.prometheus_host and log.prometheus_port"
 
 
-class Exposed(Collector):
+class Exposed:
     """Gauges of what was logged last, and how far the run is; all with the label `run`.
 
     megatron_opo_step            newest version of the policy
@@ -42,8 +42,10 @@ class Exposed(Collector):
         Raises:
             LogError: as of `claim_metrics_port`.
         """
+        from prometheus_client import CollectorRegistry, start_http_server
+
         registry = CollectorRegistry()
-        registry.register(self)
+        registry.register(self)  # pyright: ignore[reportArgumentType]
         try:
             server, thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -57,14 +59,9 @@ class Exposed(Collector):
 
         return end
 
-    @property
-    def phase(self) -> str:
-        return next((name for name, on in self._phases.items() if on), "")
-
-    @phase.setter
-    def phase(self, name: str) -> None:
+    def enter(self, phase: str) -> None:
         with self._lock:
-            self._phases = dict.fromkeys(self._phases, 0.0) | {name: 1.0}
+            self._phases = dict.fromkeys(self._phases, 0.0) | {phase: 1.0}
 
     def update(self, step: int, kind: str, metrics: dict[str, float]) -> None:
         """What metrics.jsonl gets: a step that was trained, or an evaluation."""
@@ -74,7 +71,9 @@ class Exposed(Collector):
             for name, value in metrics.items():
                 self._values[prometheus_name(name)] = (name, value)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator["Metric"]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         with self._lock:
             values, phases = dict(self._values), dict(self._phases)
             step, trained = self._step, self._trained
@@ -92,7 +91,9 @@ class Exposed(Collector):
         for name, (metric, value) in values.items():
             yield self._gauge(name.removeprefix(PREFIX), f"{metric} of metrics.jsonl", value)
 
-    def _gauge(self, name: str, about: str, value: float) -> GaugeMetricFamily:
+    def _gauge(self, name: str, about: str, value: float) -> "GaugeMetricFamily":
+        from prometheus_client.core import GaugeMetricFamily
+
         gauge = GaugeMetricFamily(PREFIX + name, about, labels=["run"])
         gauge.add_metric([self._run], value)
         return gauge
@@ -103,20 +104,27 @@ def prometheus_name(metric: str) -> str:
     return PREFIX + re.sub(r"[^A-Za-z0-9_]", "_", metric.replace("@", "_at_"))
 
 
-def claim_metrics_port(host: str, port: int) -> socket.socket | None:
-    """Hold the port until `Exposed.serve` uses it; None for 0, a free one.
+def claim_metrics_port(host: str, port: int | None) -> AbstractContextManager:
+    """Holds the port, for `Exposed.serve`; without one, or with 0, there is nothing to hold.
 
     Raises:
         LogError: it is taken, or the host is not of this machine.
+        UnfitEnvironmentError: prometheus_client is not installed.
     """
+    if port is not None and not is_installed("prometheus_client"):
+        raise UnfitEnvironmentError(
+            f"log.prometheus_port is {port}, but prometheus_client cannot be imported: `pip "
+            "install prometheus_client`, or set it to null"
+        )
     try:
-        return claim_port(host, port) if port else None
+        return claim_port(host, port) if port else nullcontext()
     except OSError as error:
         raise LogError(_taken(host, port, error)) from None
 
 
-def _taken(host: str, port: int, error: OSError) -> str:
+def _taken(host: str, port: int | None, error: OSError) -> str:
     return (
-        f"{SETTINGS}: cannot listen on {host}:{port}: {error.strerror or error}. Stop what uses "
-        "the port, choose another (0: a free one), or set log.prometheus_port to null"
+        f"log.prometheus_port: cannot listen on {host}:{port}: {error.strerror or error}. Stop "
+        "what uses the port, choose another (0: a free one), set it to null, or change "
+        "log.prometheus_host"
     )

@@ -148,7 +148,7 @@ class RunLog:
             self.seconds_of_start = {path: value for path, value in seconds if "/" not in path}
         self.console.start_phase(name)
         if self.exposed is not None:
-            self.exposed.phase = name
+            self.exposed.enter(name)
         try:
             with self.spans.of(name):
                 yield
