@@ -17,6 +17,7 @@ from megatron_opo.early import started_servers
 from megatron_opo.errors import LogError, UnfitEnvironmentError
 from megatron_opo.observe import loggers as loggers_module
 from megatron_opo.observe.files import read_metrics
+from megatron_opo.observe.logger_backends import shown_address
 from megatron_opo.observe.loggers import check_loggers, is_installed
 from megatron_opo.observe.run_log import RunLog
 from megatron_opo.recipe import Recipe
@@ -201,6 +202,21 @@ def test_a_logger_that_fails_in_the_middle_is_one_warning(tmp_path, database):
     assert "mlflow failed, and the run goes on without it" in warning
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
     assert [step for step, _ in of_tensorboard(tmp_path, REWARD)] == [1, 2, 3, 4]
+
+
+def test_a_run_that_failed_is_shown_as_such(tmp_path, database):
+    copy_to(tmp_path, database)
+    with pytest.raises(RuntimeError), open_log(tmp_path, loggers=("mlflow",)) as log:
+        log.step(1, {REWARD: 0.5})
+        raise RuntimeError("lost a server")
+    assert mlflow_run(tmp_path).info.status == "FAILED"
+    assert of_mlflow(tmp_path, REWARD) == [(1, 0.5)]
+
+
+def test_addresses_are_shown_without_secrets():
+    assert shown_address("https://me:word@host:5000/a?write_token=b") == "https://host:5000/a"
+    assert shown_address("sqlite:////runs/a/mlflow.db") == "sqlite:////runs/a/mlflow.db"
+    assert shown_address("runs/a@b/trackio") == "runs/a@b/trackio"
 
 
 def test_a_server_that_is_away_is_one_warning(tmp_path, monkeypatch):

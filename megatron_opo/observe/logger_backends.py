@@ -123,7 +123,7 @@ class MlFlow:
             logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._metric = mlflow.entities.Metric
         self._client = MlflowClient(tracking_uri=uri)
-        self.place = uri
+        self.place = shown_address(uri)
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._new_experiment(run, directory)
         earlier = self._client.search_runs([experiment], f"tags.`{ID_TAG}` = '{run.run_id}'")
@@ -149,6 +149,11 @@ class MlFlow:
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def shown_address(address: str) -> str:
+    """Without what may be secret: https://me:word@host/a?write_token=b -> https://host/a."""
+    return re.sub(r"\?.*", "", re.sub(r"//[^/]*@", "//", address))
 
 
 def mlflow_name(metric: str) -> str:
@@ -201,7 +206,7 @@ class Trackio:
 
         if elsewhere is None:
             del os.environ["TRACKIO_DIR"]
-        self.place = elsewhere or str(directory)
+        self.place = shown_address(elsewhere or str(directory))
         # It knows a run by its name; others may write there, too.
         name = f"{run.name}-{run.run_id[:6]}" if elsewhere else run.name
         self._run = trackio.init(
