@@ -77,7 +77,7 @@ class Wandb:
             id=run.run_id,
             resume=None if is_offline else "allow",
             dir=str(run.path),
-            mode="offline" if is_offline else mode,
+            mode="offline" if is_offline else None,
             config=run.recipe,
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -116,12 +116,12 @@ class MlFlow:
             _forget_mlflow_steps(database, run)
             uri = f"sqlite:///{database}"
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        import mlflow  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         if "MLFLOW_LOGGING_LEVEL" not in os.environ:
             logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self._metric = mlflow.entities.Metric
+        self._metric = Metric
         self._client = MlflowClient(tracking_uri=uri)
         self.place = shown_address(uri)
         found = self._client.get_experiment_by_name(run.project)
