@@ -50,8 +50,7 @@ ALLOWED = {
     | {"preflight", "recipe", "recipe_file", "rewards", "rows", "runs", "user_code", "weights"},
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
-    "node": BASE
-    | {"cluster", "launch", "observe", "preflight", "recipe_file", "rollout", "runs"},
+    "node": BASE | {"cluster", "launch", "observe", "preflight", "recipe_file", "rollout", "runs"},
     "early": {"observe", "recipe", "rollout", "rows", "runs"},
     "desk": BASE
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
