@@ -17,6 +17,7 @@ from megatron_opo.checkpoint_files import Found, remove_leftovers, set_aside
 from megatron_opo.dynamic_sampling import Drawn, draw_metrics
 from megatron_opo.environment import versions
 from megatron_opo.observe.metrics import eval_metrics
+from megatron_opo.observe.prometheus import Exposed
 from megatron_opo.observe.run_log import RunLog
 from megatron_opo.prompts import (
     PromptCursor,
@@ -136,7 +137,7 @@ class Desk:
         return {
             "cursor": self.cursor.state(),
             "best_eval": asdict(self.best_eval) if self.best_eval else None,
-            "wandb_id": self.log.wandb_id,
+            "run_id": self.log.run_id,
             "owes_eval": self.owes_eval,
         }
 
@@ -345,16 +346,19 @@ def open_desk(
             cursor.restore(checkpoint.cursor)
         remove_leftovers(recipe.run_path)
         aside = {set_aside(path): problem for path, problem in found.damaged.items()}
+        exposed = expose(recipe, found.version, resources)
         log = RunLog(
             recipe.run_path,
             recipe_text=dump_recipe(recipe),
             versions=versions(),
             total_steps=recipe.train.steps,
-            wandb_project=recipe.log.wandb_project,
+            loggers=recipe.log.loggers,
+            project=recipe.log.project,
+            exposed=exposed,
             samples_per_step=recipe.log.samples_per_step,
             first_step=found.version,
             attempt=os.environ.get(ATTEMPT_VARIABLE),
-            wandb_id=checkpoint.wandb_id if checkpoint else None,
+            run_id=checkpoint.run_id if checkpoint else None,
             spans=spans,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         )
@@ -370,6 +374,10 @@ def open_desk(
                 log.warn("it was written without checksums: its files could not be verified")
             for change in changed_fields(checkpoint.recipe, recipe):
                 log.warn(f"the recipe changed since then: {change}")
+        if set(recipe.log.loggers) - {"tensorboard"}:
+            log.note(f"metrics also go to {log.loggers.places}")
+        if exposed is not None:
+            log.note(scrape_addresses(exposed.address, servers, recipe))
         rewards.wait_ready()
         rollout = Rollout(
             servers,
@@ -396,6 +404,27 @@ def open_desk(
             play,
             checkpoint.best_eval if checkpoint else None,
         )
+
+
+def expose(recipe: Recipe, first_step: int, resources: ExitStack) -> Exposed | None:
+    """What Prometheus is shown, with log.prometheus_port; until `resources` are given up."""
+    config = recipe.log
+    if config.prometheus_port is None:
+        return None
+    exposed = Exposed(recipe.run_path.name, recipe.train.steps, first_step)
+    resources.callback(exposed.serve(config.prometheus_host, config.prometheus_port))
+    return exposed
+
+
+def scrape_addresses(trainer: str, servers: list[Server], recipe: Recipe) -> str:
+    """For the person who writes Prometheus' configuration."""
+    lines = [f"Prometheus: {trainer} (trainer)"]
+    if recipe.rollout.urls:
+        what = "if it was started with --enable-metrics"
+        lines += [f"Prometheus: {server.url}/metrics ({server.name}, {what})" for server in servers]
+    elif recipe.rollout_to_launch.server_args.get("enable_metrics"):
+        lines += [f"Prometheus: {server.url}/metrics ({server.name})" for server in servers]
+    return "\n".join(lines)
 
 
 def warnings_of(recipe: Recipe, device: str, prompts: int) -> list[str]:

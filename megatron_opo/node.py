@@ -27,6 +27,8 @@ from megatron_opo.launch import (
     raising_on_signals,
     run_ranks,
 )
+from megatron_opo.observe.loggers import check_loggers
+from megatron_opo.observe.prometheus import claim_metrics_port
 from megatron_opo.preflight import check_nodes
 from megatron_opo.recipe import Recipe
 from megatron_opo.recipe_file import dump_recipe
@@ -58,6 +60,8 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
     Raises:
         ClusterError: nodes do not find each other, do not match, or are lost.
         RecipeError: the recipe does not fit the nodes.
+        UnfitEnvironmentError: the package of a logger is not installed.
+        LogError: the port for Prometheus is taken.
         TrainingError: this job's last two attempts made no progress.
     """
     directory = recipe.run_path / "logs" / job.attempt
@@ -69,6 +73,11 @@ def run_node(recipe: Recipe, job: Job, command: list[str], *, check_only: bool =
         try:
             if job.node == 0 and not check_only:
                 held.enter_context(only_run(recipe.run_path))
+                check_loggers(recipe.log.loggers)
+                config = recipe.log
+                held.enter_context(
+                    claim_metrics_port(config.prometheus_host, config.prometheus_port)
+                )
                 record_attempt(recipe.run_path, job.attempt)
                 write_key(directory / KEY_FILE, api_key())
             nodes = check_nodes(board, directory, dump_recipe(recipe))
@@ -173,7 +182,8 @@ def _servers(
         if numbers:
             alone = len(board.job.nodes) == 1
             host = recipe.rollout.host if alone else board.address
-            rollout = recipe.rollout.model_copy(update={"host": host, "servers": len(numbers)})
+            update = {"host": host, "servers": len(numbers)}
+            rollout = recipe.rollout_to_launch.model_copy(update=update)
             own = launch_servers(rollout, recipe.model, logs, device, first=numbers[0])
         described = [
             {"name": s.name, "url": s.url, "log": str(s.log), "node": board.job.node} for s in own

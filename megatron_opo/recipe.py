@@ -57,6 +57,8 @@ REFUSED_ESTIMATORS = {
     "gae": "it needs a critic, and there is none: a baseline comes from the group's own rewards"
 }
 
+LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -616,10 +618,26 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """What is logged beside metrics.jsonl and TensorBoard."""
+    """What is logged beside metrics.jsonl."""
 
-    wandb_project: str | None = Field(
-        default=None, description="log to this project of Weights & Biases, too; null: do not"
+    loggers: tuple[LoggerName, ...] = Field(
+        default=("tensorboard",),
+        description="where metrics go, too: tensorboard, wandb, mlflow, trackio. In the run "
+        "directory, unless the environment names a server (docs/logging.md)",
+    )
+    project: Annotated[str, Field(min_length=1)] = Field(
+        default="megatron_opo",
+        description="of wandb and trackio, and experiment of mlflow; the run in it has the "
+        "recipe's `name`",
+    )
+    prometheus_port: Port | None = Field(
+        default=None,
+        description="the trainer shows its newest metrics to Prometheus here (0: a free port), "
+        "and launched servers theirs on their own ports; null: no",
+    )
+    prometheus_host: str = Field(
+        default="127.0.0.1",
+        description="what that port listens on; 0.0.0.0: every address of rank 0's machine",
     )
     samples_per_step: NonNegativeInt = Field(
         default=16, description="responses of each step kept in samples/"
@@ -635,6 +653,20 @@ class LogConfig(Section):
         description="steps between batches kept whole in batches/, for --replay; 0: only those of "
         "updates that failed",
     )
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _none_or_one(cls, loggers: Any) -> Any:
+        if isinstance(loggers, str):
+            return (loggers,)
+        return () if loggers is None else loggers
+
+    @field_validator("loggers")
+    @classmethod
+    def _each_once(cls, loggers: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(loggers)) < len(loggers):
+            raise ValueError(f"names one twice: {list(loggers)}")
+        return loggers
 
 
 class ProfileConfig(Section):
@@ -707,6 +739,14 @@ class Recipe(Section):
     @property
     def run_path(self) -> Path:
         return Path(self.run_dir.format(name=self.name))
+
+    @property
+    def rollout_to_launch(self) -> RolloutConfig:
+        """`rollout`, with the servers' metrics on where `log.prometheus_port` asks for them."""
+        if self.log.prometheus_port is None:
+            return self.rollout
+        options = {"enable_metrics": True} | self.rollout.server_args
+        return self.rollout.model_copy(update={"server_args": options})
 
     def to_show(self) -> dict[str, Any]:
         """All fields as JSON-like data, secrets hidden: for files and logs."""

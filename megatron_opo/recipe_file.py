@@ -30,6 +30,8 @@ HINTS = {
     "train_batch_size": "it is called rollout.prompts_per_step (prompts, as in verl)",
     "n": "it is called rollout.samples_per_prompt",
     "adv_estimator": "it is called algorithm.estimator",
+    "wandb_project": "write log.loggers=[wandb] and log.project",
+    "report_to": "it is called log.loggers",
     "filter_groups": "it is called rollout.dynamic_sampling",
     "norm_adv_by_std_in_grpo": "the estimator grpo divides by it, dr_grpo does not",
 }

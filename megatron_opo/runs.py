@@ -42,7 +42,7 @@ class Checkpoint:
     recipe: dict[str, Any]
     layout: dict[str, Any] = field(default_factory=dict)
     best_eval: BestEval | None = None
-    wandb_id: str | None = None
+    run_id: str | None = None
     owes_eval: bool = False
 
 
@@ -109,7 +109,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             recipe=dict(state["recipe"]),
             layout=dict(state.get("layout", {})),
             best_eval=BestEval(**best) if best else None,
-            wandb_id=state.get("wandb_id"),
+            run_id=state.get("run_id"),
             owes_eval=bool(state.get("owes_eval")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

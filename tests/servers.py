@@ -78,7 +78,11 @@ def launch_pool(model_path: Path, scratch: Path, dtype: str = "float32", **setti
     config = RolloutConfig(
         start_timeout_s=START_TIMEOUT_S,
         request_timeout_s=60.0,
-        server_args={"max_total_tokens": 8192, "max_running_requests": 64},
+        server_args={
+            "max_total_tokens": 8192,
+            "max_running_requests": 64,
+            "enable_metrics": True,
+        },
         **settings,
     )
     model = ModelConfig(path=str(model_path), dtype=dtype)  # pyright: ignore[reportArgumentType]

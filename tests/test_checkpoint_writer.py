@@ -127,7 +127,7 @@ def save_often(model: str, run_dir: str):
 
     def look() -> dict:
         found.append([path.name for path in complete_checkpoints(actor.recipe.run_path)])
-        return {"cursor": {}, "best_eval": best, "wandb_id": "abc"}
+        return {"cursor": {}, "best_eval": best, "run_id": "abc"}
 
     _step(actor)
     for version in range(1, 7):
@@ -137,16 +137,16 @@ def save_often(model: str, run_dir: str):
     look()
     newest = latest_checkpoint(actor.recipe.run_path)
     assert newest is not None and newest.best_eval is not None
-    return found, newest.best_eval.step, newest.wandb_id
+    return found, newest.best_eval.step, newest.run_id
 
 
 def test_the_newest_the_best_and_every_third_are_kept(model, tmp_path):
-    ((found, best, wandb_id),) = run_ranks(1, save_often, model, str(tmp_path / "run"))
+    ((found, best, run_id),) = run_ranks(1, save_often, model, str(tmp_path / "run"))
     assert found == [
         [], ["step_1"], ["step_2"], ["step_2", "step_3"], ["step_2", "step_3", "step_4"],
         ["step_2", "step_3", "step_5"], ["step_2", "step_3", "step_6"],
     ]  # fmt: skip
-    assert (best, wandb_id) == (2, "abc")
+    assert (best, run_id) == (2, "abc")
 
 
 def end_with(model: str, run_dir: str, interrupted: bool):

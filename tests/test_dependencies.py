@@ -29,7 +29,7 @@ ALLOWED = {
     "procedural": BASE,
     "prompts": BASE | {"rows", "procedural"},
     "rewards": BASE | {"procedural", "user_code"},
-    "observe": {"batch", "errors", "spans"},
+    "observe": {"batch", "errors", "ports", "spans"},
     "invariant": set(),
     "kernel_build": {"errors"},
     "user_code": set(),
@@ -46,12 +46,12 @@ ALLOWED = {
     "launch": {"errors", "ports", "stop"},
     "plan": {"errors", "model_fit", "recipe", "recipe_file", "weights"},
     "data": BASE | {"prompts", "recipe_file", "rows"},
-    "doctor": {"environment", "errors", "kernel_build", "model_fit", "plan", "preflight"}
-    | {"recipe", "recipe_file", "rewards", "rows", "runs", "user_code", "weights"},
+    "doctor": {"environment", "errors", "kernel_build", "model_fit", "observe", "plan"}
+    | {"preflight", "recipe", "recipe_file", "rewards", "rows", "runs", "user_code", "weights"},
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
-    "node": BASE | {"cluster", "launch", "preflight", "recipe_file", "rollout", "runs"},
-    "early": {"recipe", "rollout", "rows", "runs"},
+    "node": BASE | {"cluster", "launch", "observe", "preflight", "recipe_file", "rollout", "runs"},
+    "early": {"observe", "recipe", "rollout", "rows", "runs"},
     "desk": BASE
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "recipe_file", "rewards", "rollout", "runs", "spans"}
@@ -142,6 +142,7 @@ def test_no_deadline_depends_on_the_clock_of_the_wall():
         "doctor/machine.py",  # is the clock right?
         "doctor/storage.py",  # compares it with a file server's
         "preflight.py",  # compares the nodes' clocks
+        "observe/logger_backends.py",  # writes the time down
         "observe/run_log.py",  # writes the time down
         "weights/new_directory.py",  # the age of what a killed process left
     }

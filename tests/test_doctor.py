@@ -422,6 +422,20 @@ def test_a_recipe_whose_files_are_not_there(tmp_path):
     assert "did you mean `math`?" in named(findings, "reward").found
 
 
+def test_a_recipe_whose_loggers_cannot_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for override, found in (
+            ("log.loggers=[wandb]", "pip install wandb"),
+            (f"log.prometheus_port={port}", str(port)),
+        ):
+            recipe = recipe_of(tmp_path, override)
+            findings = for_recipe.check_recipe(recipe, Path("x.yaml"), {})
+            loggers = named(findings, "loggers")
+            assert loggers.status == "problem" and found in loggers.found
+
+
 def test_paths_that_the_system_refuses_to_look_at(tmp_path):
     name = tmp_path / ("x" * 300)
     overrides = [f"model.path={name}", f"data.train={{files: [{name}.jsonl]}}", f"run_dir={name}"]

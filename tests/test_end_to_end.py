@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -92,7 +93,7 @@ def project(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(project):
     """A run of four steps, and its output."""
-    outcome = train(project)
+    outcome = train(project, "log.prometheus_port=0")
     assert outcome.returncode == 0, outcome.stdout
     return outcome.stdout
 
@@ -118,6 +119,8 @@ def test_the_reward_rises_and_server_and_actor_agree_all_along(project, finished
     assert [record["step"] for record in evaluations] == [0, 4]
     assert evaluations[1]["eval/avg@2"] > evaluations[0]["eval/avg@2"] + 0.3
     assert "Traceback" not in finished
+    for shown in ("trainer", "server 0"):
+        assert re.search(rf"Prometheus: http://127\.0\.0\.1:\d+/metrics \({shown}\)", finished)
 
 
 def test_the_run_leaves_what_it_promises(project, finished):

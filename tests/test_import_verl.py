@@ -85,7 +85,7 @@ def test_a_whole_opo_script(tmp_path):
     assert recipe.optimizer.weight_decay == 0.01
     assert (recipe.train.steps, recipe.eval.every, recipe.checkpoint.every) == (500, 10, 50)
     assert recipe.eval.temperature == 0
-    assert recipe.log.wandb_project == "opo"
+    assert (recipe.log.loggers, recipe.log.project) == (("wandb",), "opo")
 
 
 def test_several_updates_per_rollout_become_as_many_exact_steps(tmp_path):
@@ -198,6 +198,31 @@ def test_the_last_of_two_settings_counts_and_the_first_is_listed():
     conversion = of_words("data.seed=1", "data.seed=2")
     assert conversion.recipe["seed"] == 2
     assert [e.value for e in conversion.entries if e.key == "data.seed"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("loggers", "ours", "project", "status"),
+    [
+        ("[console,wandb]", ("wandb",), "opo", "taken over"),
+        ("[console,mlflow,tensorboard]", ("tensorboard", "mlflow"), "opo", "taken over"),
+        ("trackio", ("trackio",), "opo", "taken over"),
+        ("console", ("tensorboard",), "opo", "taken over"),
+        ("[wandb,swanlab]", ("wandb",), "opo", "not supported"),
+    ],
+)
+def test_loggers_of_verl(tmp_path, loggers, ours, project, status):
+    words = (f"trainer.logger={loggers}", f"trainer.project_name={project}")
+    conversion = of_words(*words, "trainer.experiment_name=a_run")
+    recipe = loaded(conversion, tmp_path)
+    assert (recipe.log.loggers, recipe.log.project, recipe.name) == (ours, project, "a_run")
+    assert entry(conversion, "trainer.logger").status == status
+
+
+def test_prometheus_of_verl(tmp_path):
+    key = "actor_rollout_ref.rollout.prometheus.enable"
+    for value, port in (("True", 9400), ("False", None)):
+        recipe = loaded(of_words(f"{key}={value}"), tmp_path)
+        assert recipe.log.prometheus_port == port
 
 
 def test_a_deleted_key_counts_no_more_and_is_listed():

@@ -4,7 +4,6 @@ import os
 import pty
 import re
 import resource
-import sys
 import threading
 from dataclasses import replace
 from fractions import Fraction
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_opo.batch import Group, Prompt, Sample, pack
-from megatron_opo.errors import LogError, UnfitEnvironmentError
+from megatron_opo.errors import LogError
 from megatron_opo.observe.console import Console, duration, header_line, step_line
 from megatron_opo.observe.files import append_text, read_json_lines, read_metrics
 from megatron_opo.observe.metrics import (
@@ -510,43 +509,6 @@ def test_a_broken_metrics_file_is_refused_with_its_line(tmp_path, line, message)
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n{good}\n")
     with pytest.raises(LogError, match=message):
         open_log(tmp_path, first_step=1)
-
-
-def test_wandb_that_is_missing_is_explained(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UnfitEnvironmentError, match=r"'mine'.*pip install wandb.*null"):
-        open_log(tmp_path, wandb_project="mine")
-
-
-def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, monkeypatch):
-    started = []
-
-    class Wandb:
-        """What is asked of it; nothing can be sent from here."""
-
-        def init(self, **options):
-            started.append(options["id"])
-            return self
-
-        def define_metric(self, *_, **__):
-            pass
-
-        def finish(self, exit_code):
-            pass
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
-    with open_log(tmp_path, wandb_project="mine") as log:
-        first = log.wandb_id
-    with open_log(tmp_path, wandb_project="mine", first_step=2, wandb_id="other"):
-        pass
-    (tmp_path / "wandb_id.txt").unlink()
-    with open_log(tmp_path, wandb_project="mine", first_step=2, wandb_id=first):
-        pass
-    with open_log(tmp_path, wandb_project="mine") as log:
-        assert log.wandb_id not in (first, None), "a run that starts anew is another one"
-    assert started == [first, first, first, log.wandb_id]
-    with open_log(tmp_path, wandb_id="other", first_step=1) as log:
-        assert log.wandb_id == "other", "kept for when wandb is asked for again"
 
 
 # --- the terminal

@@ -5,9 +5,11 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from megatron_opo.errors import RecipeError
 from megatron_opo.model_fit import check_model
+from megatron_opo.recipe import LogConfig
 from megatron_opo.recipe_file import dump_recipe, field_paths, load_recipe
 
 MINIMAL = """
@@ -42,6 +44,23 @@ def test_overrides_reach_their_fields_and_are_typed(write):
     assert recipe.rollout.samples_per_prompt == 16
     assert recipe.optimizer.lr == 2e-6
     assert recipe.data.eval.files == ("eval.jsonl",)
+
+
+@pytest.mark.parametrize(
+    ("given", "loggers"),
+    [
+        ({}, ("tensorboard",)), ({"loggers": None}, ()), ({"loggers": []}, ()),
+        ({"loggers": "wandb"}, ("wandb",)), ({"loggers": ["mlflow", "wandb"]}, ("mlflow", "wandb")),
+    ],
+)  # fmt: skip
+def test_loggers_are_a_list_one_or_none(given, loggers):
+    assert LogConfig.model_validate(given).loggers == loggers
+
+
+@pytest.mark.parametrize("loggers", [["wandb", "wandb"], ["wand"], [1]])
+def test_loggers_that_are_none(loggers):
+    with pytest.raises(ValidationError, match=r"names one twice|Input should be 'tensorboard'"):
+        LogConfig.model_validate({"loggers": loggers})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import urllib.error
+import urllib.request
 from collections import Counter
 from itertools import groupby
 from operator import itemgetter
@@ -12,6 +13,7 @@ from operator import itemgetter
 import psutil
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from servers import (
     API_KEY,
     DROP,
@@ -261,6 +263,14 @@ def test_only_who_has_the_key_is_answered(current, qwen_pool):
     shown += [server.log.read_text(), repr(server)]
     assert "'api_key': '(hidden)'" in shown[-2]
     assert not [text for text in shown if API_KEY in text]
+
+
+def test_metrics_are_shown_to_prometheus_which_has_no_key(qwen_pool):
+    for server in qwen_pool.servers:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        names = {family.name for family in families}
+        assert {"sglang:num_running_reqs", "sglang:token_usage"} <= names
 
 
 def test_no_more_samples_in_flight_than_allowed(current, qwen_pool):

@@ -11,6 +11,8 @@ from megatron_opo.doctor.machine import available_memory
 from megatron_opo.doctor.storage import existing
 from megatron_opo.errors import OpoError, RecipeError
 from megatron_opo.model_fit import check_model
+from megatron_opo.observe.loggers import check_loggers
+from megatron_opo.observe.prometheus import claim_metrics_port
 from megatron_opo.plan.hardware import NETWORKS, Cluster, Gpu
 from megatron_opo.plan.layout import BYTES, Model, layout_of, model_of
 from megatron_opo.plan.memory import trainer_memory
@@ -30,7 +32,8 @@ ROOM_BESIDE = 1.2
 def check_recipe(
     recipe: Recipe, recipe_path: Path, imports: dict[str, dict[str, Any]]
 ) -> list[Finding]:
-    findings = [_data(recipe), *_functions(recipe), _run(recipe), *_server_ports(recipe)]
+    findings = [_data(recipe), *_functions(recipe), _run(recipe), _log(recipe)]
+    findings += _server_ports(recipe)
     try:
         config = check_model(recipe)
         model = model_of(read_architecture(config))
@@ -80,6 +83,17 @@ def _run(recipe: Recipe) -> Finding:
         return f"{recipe.run_path} would go on after step {checkpoint.version}"
 
     return _checked("run", state, "restore it, or begin anew with --fresh")
+
+
+def _log(recipe: Recipe) -> Finding:
+    config = recipe.log
+
+    def loggers() -> str:
+        check_loggers(config.loggers)
+        with claim_metrics_port(config.prometheus_host, config.prometheus_port):
+            return ", ".join(config.loggers) or "metrics.jsonl only"
+
+    return _checked("loggers", loggers, "install what is missing, or leave it out")
 
 
 def _checked(name: str, check: Callable[[], str], what_to_do: str) -> Finding:

@@ -1,10 +1,10 @@
 """The rules of servers, layout, rewards and trainer that look at more than their own value."""
 
-from typing import Any
+from typing import Any, get_args
 
 from megatron_opo.import_verl.rules import Outcome, Script, flag, number, shown, text, whole
 from megatron_opo.import_verl.special import ACTOR, ROLLOUT, home
-from megatron_opo.recipe import OWN_SERVER_OPTIONS
+from megatron_opo.recipe import OWN_SERVER_OPTIONS, LoggerName
 
 MEGATRON = f"{ACTOR}.megatron"
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
@@ -188,23 +188,38 @@ def overlong_responses(value: Any, script: Script, key: str) -> Outcome:
     return Outcome("taken over", "", fields)
 
 
+METRICS_PORT = 9400
+# verl's default of trainer.project_name.
+VERL_PROJECT = "verl_examples"
+
+
 def logger(value: Any, script: Script, key: str) -> Outcome:
     names = [text(each) for each in (value if isinstance(value, list) else [value])]
-    fields = {}
-    if "wandb" in names:
-        fields["log.wandb_project"] = text(script.get("trainer.project_name") or "verl_examples")
-    others = [name for name in names if name not in ("wandb", "console", "tensorboard", "file")]
+    known = [name for name in get_args(LoggerName) if name in names]
+    fields: dict[str, Any] = {}
+    if known:
+        fields["log.loggers"] = known
+    if set(known) - {"tensorboard"}:
+        fields["log.project"] = text(script.get("trainer.project_name") or VERL_PROJECT)
+    others = [name for name in names if name not in (*known, "console", "file")]
     if others:
-        why = f"{', '.join(others)}: metrics.jsonl, TensorBoard files and wandb are what there is"
-        return Outcome("not supported", why, fields)
-    return Outcome("taken over", "console, metrics.jsonl and TensorBoard always", fields)
+        there = ", ".join(get_args(LoggerName))
+        return Outcome("not supported", f"{', '.join(others)}: there are {there}", fields)
+    why = "a line a step and metrics.jsonl always"
+    if "wandb" in names:
+        why += "; wandb is offline unless WANDB_MODE=online is set"
+    return Outcome("taken over", why, fields)
 
 
 def project(value: Any, script: Script, key: str) -> Outcome:
-    names = script.get("trainer.logger")
-    if names == "wandb" or (isinstance(names, list) and "wandb" in names):
-        return Outcome("taken over", "", {"log.wandb_project": text(value)})
-    return Outcome("taken over", "no effect without wandb")
+    return Outcome("taken over", "", {"log.project": text(value)})
+
+
+def prometheus(value: Any, script: Script, key: str) -> Outcome:
+    if not flag(value):
+        return Outcome("taken over", "off, as is the default here")
+    why = "verl's port is that of Prometheus itself; here it is what the trainer listens on"
+    return Outcome("changed", why, {"log.prometheus_port": METRICS_PORT})
 
 
 def kept_checkpoints(value: Any, script: Script, key: str) -> Outcome:

@@ -1,10 +1,9 @@
 """Everything a run writes about itself, to its directory and to the terminal."""
 
 import json
-import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from torch.utils.tensorboard import SummaryWriter
 
 from megatron_opo.batch import Group
-from megatron_opo.errors import LogError, UnfitEnvironmentError
+from megatron_opo.errors import LogError
 from megatron_opo.observe.console import Console, duration, number, step_line, summary_text
 from megatron_opo.observe.files import (
     RUN_LOG,
@@ -25,6 +23,8 @@ from megatron_opo.observe.files import (
     to_json_line,
     writing,
 )
+from megatron_opo.observe.loggers import LoggedRun, Loggers
+from megatron_opo.observe.prometheus import Exposed
 from megatron_opo.observe.samples import (
     Decode,
     Kind,
@@ -49,7 +49,7 @@ class RunLog:
                                 "eval", "time" (UTC), "elapsed_s", metrics...}; what is not
                                 finite is null
     samples/                    responses: see observe.samples
-    tensorboard/                the metrics again
+    tensorboard/, wandb/, ...   the metrics again, for each of the loggers
     run.log                     what the terminal showed, with times
 
     Step s (1 to `total_steps`) is the update that makes policy version s; the evaluation of
@@ -67,11 +67,13 @@ class RunLog:
         recipe_text: str,
         versions: dict[str, str],
         total_steps: int,
-        wandb_project: str | None = None,
+        loggers: Sequence[str] = ("tensorboard",),
+        project: str = "megatron_opo",
+        exposed: Exposed | None = None,
         samples_per_step: int = 16,
         first_step: int = 0,
         attempt: str | None = None,
-        wandb_id: str | None = None,
+        run_id: str | None = None,
         quiet: bool = False,
         spans: Spans | None = None,
         decode: Decode | None = None,
@@ -81,12 +83,14 @@ class RunLog:
         `first_step` is the version training starts from, the number of steps already done. What
         an earlier process logged past it is dropped, since that runs again; with 0 that is all.
         `attempt` names the start of a job that this process belongs to.
-        `wandb_id` is that of the run that goes on, should the run directory not say.
+        `loggers` are names of `loggers.NEEDS`, `project` what they file the run under, `run_id`
+        what they know it by, of the run that goes on, should the run directory not say.
+        `exposed` is what Prometheus is shown.
         `spans` are those of this process. With `decode`, samples keep the logprob of each token.
 
         Raises:
             LogError: the directory cannot be written.
-            UnfitEnvironmentError: wandb is asked for and missing, or does not start.
+            UnfitEnvironmentError: the package of a logger is not installed.
         """
         self.run_path = Path(run_path)
         self.total_steps = total_steps
@@ -107,20 +111,15 @@ class RunLog:
         kept = _drop_steps_that_run_again(self.run_path, first_step)
         self.elapsed_before = max((r.get("elapsed_s") or 0.0 for r in kept), default=0.0)
         self.started = self.spans.clock()
-        events = self.run_path / "tensorboard"
-        with writing(events):
-            _date_back(events)
-            self.tensorboard: SummaryWriter | None = SummaryWriter(
-                str(events), purge_step=first_step + 1 if first_step else 0
-            )
-        self.wandb, self.wandb_id = None, wandb_id
-        if wandb_project is not None:
-            self.wandb_id = _wandb_id(self.run_path, wandb_id, first_step)
-            self.wandb = _start_wandb(self.run_path, wandb_project, recipe_text, self.wandb_id)
+        self.run_id = _run_id(self.run_path, run_id, first_step)
+        self.exposed = exposed
         self.console = Console(total_steps, quiet=quiet)
         self.console.steps_done = first_step
         start = f", in start {attempt}" if attempt else ""
         self._log(f"run {self.run_path} starts at version {first_step} of {total_steps}{start}")
+        recipe = yaml.safe_load(recipe_text) or {}
+        run = LoggedRun(self.run_path, project, self.run_id, recipe, first_step, kept)
+        self.loggers = Loggers(loggers, run, self.warn)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -148,6 +147,8 @@ class RunLog:
             seconds = start.seconds().items()
             self.seconds_of_start = {path: value for path, value in seconds if "/" not in path}
         self.console.start_phase(name)
+        if self.exposed is not None:
+            self.exposed.enter(name)
         try:
             with self.spans.of(name):
                 yield
@@ -243,13 +244,7 @@ class RunLog:
     def close(self, failed: bool = False) -> None:
         """End the live progress and flush everything; a second call does nothing."""
         self.console.close()
-        if self.tensorboard is not None:
-            writer, self.tensorboard = self.tensorboard, None
-            with writing(self.run_path / "tensorboard"):
-                writer.close()
-        if self.wandb is not None:
-            run, self.wandb = self.wandb, None
-            run.finish(exit_code=1 if failed else 0)
+        self.loggers.close(failed)
 
     def _seconds_left(self, step: int) -> float | None:
         spans = len(self.step_ends) - 1
@@ -270,29 +265,14 @@ class RunLog:
             self.metrics_path,
             to_json_line({**record, **{name: finite(value) for name, value in values.items()}}),
         )
-        if self.tensorboard is not None:
-            with writing(self.run_path / "tensorboard"):
-                for name, value in values.items():
-                    self.tensorboard.add_scalar(name, value, step)
-                self.tensorboard.flush()
-        if self.wandb is not None:
-            self.wandb.log({"step": step, **values})
+        self.loggers.log(step, values)
+        if self.exposed is not None:
+            self.exposed.update(step, kind, values)
 
     def _log(self, text: str) -> None:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         lines = text.splitlines() or [""]
         append_text(self.log_path, "".join(f"{stamp}  {line}\n" for line in lines))
-
-
-def _date_back(events: Path) -> None:
-    """See to it that TensorBoard reads these files before one that is made now: it reads them in
-    the order of their names, which begin with a second of a clock that may have been set back."""
-    files = sorted(events.glob("events.out.tfevents.*"))
-    now = int(time.time())
-    if files and int(files[-1].name.split(".")[3]) >= now:
-        for i, file in enumerate(files, now - len(files)):
-            parts = file.name.split(".")
-            file.rename(events / ".".join([*parts[:3], f"{i:010d}", *parts[4:]]))
 
 
 def _drop_steps_that_run_again(run_path: Path, first_step: int) -> list[dict[str, Any]]:
@@ -310,36 +290,8 @@ def _drop_steps_that_run_again(run_path: Path, first_step: int) -> list[dict[str
     return kept
 
 
-def _wandb_id(run_path: Path, earlier: str | None, first_step: int) -> str:
-    path = run_path / "wandb_id.txt"
+def _run_id(run_path: Path, earlier: str | None, first_step: int) -> str:
+    path = run_path / "run_id.txt"
     if first_step == 0 or not path.exists():
-        replace_text(path, earlier or uuid.uuid4().hex[:12])
+        replace_text(path, earlier if first_step and earlier else uuid.uuid4().hex[:12])
     return path.read_text().strip()
-
-
-def _start_wandb(run_path: Path, project: str, recipe_text: str, run_id: str):
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UnfitEnvironmentError(
-            f"log.wandb_project is {project!r}, but wandb cannot be imported ({error}); "
-            "`pip install wandb`, or set log.wandb_project to null (metrics.jsonl and "
-            "TensorBoard are always written)"
-        ) from error
-    try:
-        run = wandb.init(
-            project=project,
-            name=run_path.name,
-            id=run_id,
-            resume="allow",
-            dir=str(run_path),
-            config=yaml.safe_load(recipe_text),
-        )
-    except Exception as error:
-        raise UnfitEnvironmentError(
-            f"log.wandb_project is {project!r}, but wandb does not start: {error}; log in with "
-            "`wandb login`, set WANDB_MODE=offline, or set log.wandb_project to null"
-        ) from error
-    # The step axis is a metric of its own, so that a resumed run may log a step again.
-    run.define_metric("*", step_metric="step")
-    return run
