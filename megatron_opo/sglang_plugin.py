@@ -127,8 +127,8 @@ def normalize(norm, x, residual=None, post_residual_addition=None, quant_linear=
 
 
 def compute_experts(layer, x: torch.Tensor, topk_output, moe_runner_config) -> torch.Tensor:
-    """[tokens, channels]: in Megatron's order. A token's weight is in what its expert's last product
-    is made of, and results are added up from the first expert to the last."""
+    """[tokens, channels], in Megatron's order: a token's weight goes into its expert's last
+    product, and results are added up from the first expert to the last."""
     if moe_runner_config.activation != "silu" or moe_runner_config.apply_router_weight_on_input:
         raise NotImplementedError("reproducible sampling is for experts with plain silu gates")
     weights, chosen, _ = topk_output
