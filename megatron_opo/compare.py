@@ -124,7 +124,7 @@ def _listed(option: str, text: str) -> list[str]:
 
 def train(each: Run, recipe: Path, overrides: Sequence[str]) -> int:
     """The run's exit code; what it prints goes to a file beside it."""
-    from megatron_opo.observe.console import duration
+    from megatron_opo.observe.text import duration
 
     each.directory.parent.mkdir(parents=True, exist_ok=True)
     log = each.directory.with_suffix(".log")

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -23,6 +22,7 @@ from rich.progress import (
 
 from megatron_opo.checkpoint_source import HF, find_checkpoint
 from megatron_opo.errors import CheckpointError, OpoError, WeightError
+from megatron_opo.failure import Place, describe, error_text
 from megatron_opo.weights.checkpoint import read_config
 from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import hf_tensors, open_megatron
@@ -218,11 +218,10 @@ def exit_with(work: Callable[[], int]) -> None:
 
 def _show(error: Exception) -> int:
     if isinstance(error, OpoError):
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(error_text(printable(str(error))), file=sys.stderr)
         return EXIT_ERROR
     if is_shortage(error):
         print(f"error: {TOO_LITTLE_MEMORY}; nothing was left behind", file=sys.stderr)
         return EXIT_ERROR
-    traceback.print_exception(error)
-    print("this is a bug in the converter; please report it", file=sys.stderr)
+    print(describe(error, Place())[0], file=sys.stderr)
     return EXIT_BUG

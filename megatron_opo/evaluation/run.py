@@ -21,8 +21,9 @@ from megatron_opo.evaluation.source import (
 )
 from megatron_opo.evaluation.summary import SUMMARY, estimates, summarize, write_samples
 from megatron_opo.model_fit import check_model
-from megatron_opo.observe.console import Console, duration, summary_text
+from megatron_opo.observe.console import Console
 from megatron_opo.observe.files import replace_text
+from megatron_opo.observe.text import duration
 from megatron_opo.prompts import PromptSet, check_tokenizer, load_prompts, load_tokenizer
 from megatron_opo.recipe import Recipe
 from megatron_opo.recipe_file import dump_recipe
@@ -122,7 +123,7 @@ def _sample_and_score(recipe: Recipe, source: Source, out: Path, console: Consol
         assert recipe.data.eval is not None
         prompts = load_prompts(recipe.data.eval, recipe.data, tokenizer, "eval")
         play = load_play(recipe.rollout, tokenizer)
-        console.line(summary_text(_rows(recipe, source, prompts, out)))
+        console.start(_rows(recipe, source, prompts, out), out=str(out))
         rewards.wait_ready()
         rollout = _rollout(recipe, servers, out, device, console)
         held.callback(shutil.rmtree, out / SYNC, ignore_errors=True)
