@@ -23,6 +23,7 @@ from rich.progress import (
 from megatron_opo.checkpoint_source import HF, find_checkpoint
 from megatron_opo.errors import CheckpointError, OpoError, WeightError
 from megatron_opo.failure import Place, describe, error_text
+from megatron_opo.observe.live import is_terminal
 from megatron_opo.weights.checkpoint import read_config
 from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import hf_tensors, open_megatron
@@ -155,11 +156,12 @@ def _verdict(
 @contextmanager
 def shown_progress(title: str) -> Iterator[OnProgress]:
     """A bar with rate and time left on a terminal; elsewhere a line every ten seconds."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    # rich would also take FORCE_COLOR for a terminal.
+    if not is_terminal(sys.stderr, os.environ.get("TERM")):
         yield _Lines()
         return
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

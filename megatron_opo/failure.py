@@ -119,7 +119,7 @@ def _details(error: BaseException, place: Place) -> str:
         from megatron_opo.environment import versions
 
         lines += [f"{name:<10} {version}" for name, version in versions().items()]
-    return "\n".join([*lines, "", *traceback.format_exception(error)])
+    return "\n".join([*lines, "", "".join(traceback.format_exception(error))])
 
 
 def _without_secrets(words: list[str]) -> list[str]:

@@ -76,7 +76,9 @@ class StopRequest:
         now = time.monotonic()
         if self._first_interrupt is None:
             self._first_interrupt = now
-            os.write(2, b"stopping after a checkpoint; once more stops at once\n")
+            # A terminal's line may be drawn upon.
+            begin = b"\n" if os.isatty(2) else b""
+            os.write(2, begin + b"stopping after a checkpoint; once more stops at once\n")
             return True
         if now - self._first_interrupt > SAME_WISH_SECONDS:
             signal.signal(signum, signal.SIG_DFL)

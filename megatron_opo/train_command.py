@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_opo import BEGAN_VARIABLE
 from megatron_opo.errors import LogError, OpoError, RecipeError
 from megatron_opo.failure import describe
 from megatron_opo.model_fit import check_model
@@ -258,7 +259,10 @@ def _run_rank(
             raise
         if _follows_interrupt(error):
             raise KeyboardInterrupt from None
-        print(f"rank {rank} lost its connection to another rank, which has ended", file=sys.stderr)
+        # Where a launcher of ours looks on, it names who failed first.
+        if rank != 0 or BEGAN_VARIABLE not in os.environ:
+            text = f"rank {rank} lost its connection to another rank, which has ended"
+            print(text, file=sys.stderr)
         return EXIT_CONSEQUENCE
     shutdown()
     return stopped_code(signum)

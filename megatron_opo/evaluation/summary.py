@@ -113,6 +113,12 @@ def summarize(
     }
 
 
+def short_result(summary: dict[str, Any]) -> str:
+    """In a line: "avg@4 0.373, pass@4 0.836"."""
+    metrics = summary["metrics"].items()
+    return ", ".join(f"{name} {number(metric['value'])}" for name, metric in metrics if "@" in name)
+
+
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """For the terminal: label and value."""
     rows = []

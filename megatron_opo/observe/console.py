@@ -5,7 +5,8 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -29,6 +30,18 @@ def summary(rows: list[tuple[str, str]], stream: TextIO | None = None) -> None:
     """Print what is about to run, or what came of it, as two aligned columns."""
     stream = stream or sys.stdout
     print(summary_text(rows), file=stream, flush=True)
+
+
+@contextmanager
+def waiting(name: str) -> Iterator["Console"]:
+    """Shows on standard error that `name` goes on, where what a command finds goes to standard
+    output."""
+    console = Console(0, stream=sys.stderr)
+    try:
+        console.start_phase(name)
+        yield console
+    finally:
+        console.close()
 
 
 class Console:

@@ -1,6 +1,7 @@
 """What goes on, beside the lines that stay: drawn below them on a terminal, said every half minute
 elsewhere."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class Ticker:
 
     def __init__(self) -> None:
         self.phase: Phase | None = None
-        self.steps_done = 0
+        self.steps_done, self.of_what = 0, "steps"
         self.seconds_left: float | None = None
         self._asked: tuple[Phase | None, float, str] = (None, 0.0, "")
 
@@ -101,7 +102,7 @@ def drawn_lines(
     if total_steps:
         shown = bar(ticker.steps_done, total_steps, ascii_only=ascii_only)
         left = "" if ticker.seconds_left is None else f"  {clock(ticker.seconds_left)} left"
-        lines.append(f"  {shown}  {ticker.steps_done} of {total_steps} steps{left}")
+        lines.append(f"  {shown}  {ticker.steps_done} of {total_steps} {ticker.of_what}{left}")
     if phase is None:
         return lines
     shown = bar(phase.done, phase.total, ascii_only=ascii_only) + "  " if phase.total else ""
@@ -122,8 +123,13 @@ class Drawn:
             get_renderable=self._draw,
             transient=True,
             refresh_per_second=DRAWN_PER_SECOND,
+            # What goes to a file or a program must not be drawn instead.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
         )
         self._live.start()
+        # rich hides it, and nobody would show it again after the process was killed.
+        console.show_cursor(True)
 
     def close(self) -> None:
         self._live.stop()
