@@ -140,6 +140,11 @@ class Console:
         """Have `question` asked, from another thread, for what else is known of the phase."""
         self.ticker.ask(question)
 
+    def refresh(self) -> None:
+        """Draw now, not only the next time."""
+        if self._drawn is not None:
+            self._drawn.refresh()
+
     def end_phase(self) -> None:
         self.ticker.phase = None
 

@@ -131,6 +131,9 @@ class Drawn:
         # rich hides it, and nobody would show it again after the process was killed.
         console.show_cursor(True)
 
+    def refresh(self) -> None:
+        self._live.refresh()
+
     def close(self) -> None:
         self._live.stop()
 
