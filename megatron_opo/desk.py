@@ -415,7 +415,7 @@ def open_desk(
             eval_prompts,
             rewards,
             rollout,
-            resources.enter_context(StopRequest()),
+            resources.enter_context(StopRequest(log.console.notice)),
             resources.pop_all(),
             play,
             checkpoint.best_eval if checkpoint else None,

@@ -171,7 +171,8 @@ def start(
 def say_finished(desk: Desk) -> None:
     recipe, report = desk.recipe, desk.recipe.run_path / REPORT
     version, best = recipe.train.steps, desk.best_eval
-    said = [f"finished: {version:,} steps in {duration(desk.log.elapsed())}"]
+    steps = "1 step" if version == 1 else f"{version:,} steps"
+    said = [f"finished: {steps} in {duration(desk.log.elapsed())}"]
     if best is not None:
         name = best.metric.removeprefix("eval/")
         said.append(f"best {name} {number(best.value)} at step {best.step}")

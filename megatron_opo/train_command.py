@@ -110,7 +110,7 @@ def _train_here(
     if not (files or options.fresh or options.rollout_only) and _is_finished(recipe, console):
         return 0
     if console:
-        console.line(_beginning(recipe, trains=not options.rollout_only))
+        console.note(_beginning(recipe, trains=not options.rollout_only))
         console.start_phase("imports")
     check_environment()
     if options.rollout_only:

@@ -191,6 +191,7 @@ def test_what_is_drawn_fits_the_terminal_and_is_gone_at_the_end(no_colour, monke
         console.warn("careful")
         console.start_phase("generate")
         console.advance(3, 4, "samples [a]")
+        console.notice("stopping")
         console.refresh()
         console.note("a note")
         console.close()
@@ -198,6 +199,7 @@ def test_what_is_drawn_fits_the_terminal_and_is_gone_at_the_end(no_colour, monke
     assert max(map(len, drawn)) < 60
     assert any("start servers: a server says very" in line for line in drawn)
     assert any("0:00  generate: 3/4 samples [a]" in line for line in drawn)
+    assert "stopping" in drawn
     assert any("0 of 3 steps" in line for line in drawn)
     assert [line for line in screen_of(screen.text) if line] == ["warning: careful", "a note"]
     assert bool(COLOURS.search(screen.text)) is not no_colour

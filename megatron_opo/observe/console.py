@@ -102,6 +102,14 @@ class Console:
             first, *more = text.splitlines() or [""]
             self._print("\n".join([f"warning: {first}", *(f"  {line}" for line in more)]), "yellow")
 
+    def notice(self, text: str) -> None:
+        """Until the end, where something is drawn; else once, to standard error. A signal's handler
+        may call it: nothing is printed, and no lock taken."""
+        if self._drawn is not None:
+            self.ticker.notice = text
+        else:
+            os.write(2, f"{text}\n".encode())
+
     def last(self, text: str, **facts: Any) -> None:
         """The last line of a run that has ended in order, also when quiet."""
         self.event("finished", text=text, **facts)

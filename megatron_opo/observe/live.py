@@ -57,6 +57,7 @@ class Ticker:
 
     def __init__(self) -> None:
         self.phase: Phase | None = None
+        self.notice = ""
         self.steps_done, self.of_what = 0, "steps"
         self.seconds_left: float | None = None
         self._asked: tuple[Phase | None, float, str] = (None, 0.0, "")
@@ -98,7 +99,7 @@ def drawn_lines(
     ticker: Ticker, total_steps: int, now: float, ascii_only: bool = False
 ) -> list[str]:
     """One of the run, unless it has no steps, and one of the phase. They may be too long."""
-    phase, lines = ticker.phase, []
+    phase, lines = ticker.phase, [ticker.notice] if ticker.notice else []
     if total_steps:
         shown = bar(ticker.steps_done, total_steps, ascii_only=ascii_only)
         left = "" if ticker.seconds_left is None else f"  {clock(ticker.seconds_left)} left"
