@@ -83,6 +83,9 @@ def run(options: argparse.Namespace) -> int:
     files = [Path(word) for word in options.replay if "=" not in word or Path(word).exists()]
     overrides = options.overrides + [w for w in options.replay if Path(w) not in files]
     options.place.recipe = options.recipe
+    speaks = os.environ.get("RANK", "0") == "0" and not files and not options.print_only
+    if speaks and options.json:
+        options.console = _console(0, options)  # a mistake in the recipe is an event, too
     recipe = load_recipe(options.recipe, overrides)
     if options.print_only:
         print(dump_recipe(recipe), end="")
@@ -91,9 +94,8 @@ def run(options: argparse.Namespace) -> int:
         raise RecipeError("--fresh would move the run aside that --replay looks at; drop one")
     if files and (options.json or options.quiet):
         raise RecipeError("--replay shows metrics as text alone; drop --json or --quiet")
-    rank = int(os.environ.get("RANK", "0"))
-    if rank == 0 and not files:
-        options.console = _console(recipe, options)
+    if speaks:
+        options.console = options.console or _console(recipe.train.steps, options)
     if "RANK" in os.environ and not options.rollout_only:
         return _train_rank(recipe, files, options, fresh=options.fresh)
     return _train_here(recipe, files, overrides, options)
@@ -134,11 +136,11 @@ def _train_here(
     return code
 
 
-def _console(recipe: Recipe, options: argparse.Namespace) -> "Console":
+def _console(total_steps: int, options: argparse.Namespace) -> "Console":
     from megatron_opo.observe.console import Console
 
     mode = "json" if options.json else "quiet" if options.quiet else "lines"
-    return Console(recipe.train.steps, mode=mode)
+    return Console(total_steps, mode=mode)
 
 
 def _beginning(recipe: Recipe, trains: bool) -> str:

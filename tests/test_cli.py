@@ -36,6 +36,16 @@ def test_overrides_on_both_sides_of_an_option_count(tmp_path, capsys):
     assert all(line in shown for line in ("name: b\n", "seed: 7\n", "steps: 9\n"))
 
 
+def test_a_mistake_is_told_to_programs_as_well(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "nowhere.yaml", "--json"])
+    out, err = capsys.readouterr()
+    error, end = map(json.loads, out.splitlines())
+    assert err == f"error: {error['text']}\n" == "error: recipe nowhere.yaml: no such file\n"
+    assert (error["event"], error["kind"]) == ("error", "RecipeError")
+    assert (end["event"], end["exit_code"], ended.value.code) == ("end", 2, 2)
+
+
 @pytest.mark.parametrize(
     "words", [["train", "x.yaml", "--frehs"], ["logs", "runs/x", "a=1"], ["train", "x", "-p"]]
 )

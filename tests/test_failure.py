@@ -96,7 +96,8 @@ def test_an_error_of_the_user_s_needs_no_file_before_a_run_has_begun(tmp_path):
     assert describe(RecipeError("name: x\nseed: y"), place) == ("error: name: x\n  seed: y", None)
     (tmp_path / "logs").mkdir()
     shown, path = describe(ServerError("server 0 has ended"), place)
-    assert path == tmp_path / "logs" / "error.txt" and path.exists()
+    assert path == tmp_path / "logs" / "error.txt"
+    assert "server 0 has ended" in path.read_text()
     assert shown == f"error: server 0 has ended\n  more about it: {path}"
 
 

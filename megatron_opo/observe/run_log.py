@@ -289,9 +289,9 @@ class RunLog:
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "elapsed_s": round(self.elapsed(), 3),
         }
-        metrics = {**record, **{name: finite(value) for name, value in values.items()}}
-        append_text(self.metrics_path, to_json_line(metrics))
-        event = {name: value for name, value in metrics.items() if name not in ("kind", "time")}
+        written = {**record, **{name: finite(value) for name, value in values.items()}}
+        append_text(self.metrics_path, to_json_line(written))
+        event = {name: value for name, value in written.items() if name not in ("kind", "time")}
         self.console.event("step" if kind == "train" else kind, **event)
         if self.tensorboard is not None:
             with writing(self.run_path / "tensorboard"):
