@@ -266,7 +266,8 @@ def test_a_run_tells_a_program_all_that_it_writes_down(sampled):
     assert [e["event"] for e in events if e["event"] not in ("note", "warning")] == [
         *("start", "step", "step", "finished", "end")
     ]
-    assert events[0]["total_steps"] == 2 and "tiny" not in events[0]["run"]
+    assert events[0]["text"] == "letters: starting 1 server", "at once"
+    assert [e["total_steps"] for e in events if e["event"] == "start"] == [2]
     written = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     for record, event in zip(written, (e for e in events if e["event"] == "step"), strict=True):
         assert {k: v for k, v in event.items() if k not in ("event", "time")} == {
