@@ -97,7 +97,7 @@ def test_an_error_of_the_user_s_needs_no_file_before_a_run_has_begun(tmp_path):
     (tmp_path / "logs").mkdir()
     shown, path = describe(ServerError("server 0 has ended"), place)
     assert path == tmp_path / "logs" / "error.txt"
-    assert "server 0 has ended" in path.read_text()
+    assert "server 0 has ended" in (tmp_path / "logs" / "error.txt").read_text()
     assert shown == f"error: server 0 has ended\n  more about it: {path}"
 
 
