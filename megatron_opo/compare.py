@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_opo.errors import RecipeError
 from megatron_opo.recipe_file import load_recipe
+
+if TYPE_CHECKING:
+    from megatron_opo.observe.console import Console
 
 DESCRIPTION = (
     "Train a recipe once for each estimator and seed, one run after the other, and compare what "
@@ -63,26 +66,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only-summary", action="store_true", help="train nothing: compare the runs that are there"
     )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
+        "--quiet", action="store_true", help="say only errors and where the comparison is"
+    )
+    output.add_argument(
+        "--json", action="store_true", help="one JSON object a line for each run, for programs"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Train what is not complete, then write DIR/summary.md and DIR/report.html; the exit code."""
     # What these import is not needed by other commands.
     from megatron_opo.observe.comparison import write_comparison
+    from megatron_opo.observe.console import Console
     from megatron_opo.observe.files import read_metrics, replace_text
 
     runs = planned_runs(options)
+    mode = "json" if options.json else "quiet" if options.quiet else "lines"
+    # Closed by the command, however this ends.
+    options.console = console = Console(0 if options.only_summary else len(runs), mode=mode)
+    console.ticker.of_what = "runs"
+    directory = runs[0].directory.parent
+    console.event("start", directory=str(directory), runs=[each.label for each in runs])
     if not options.only_summary:
-        for each in runs:
-            if code := train(each, options.recipe, options.overrides):
+        for number, each in enumerate(runs, 1):
+            if code := train(each, options.recipe, options.overrides, console):
                 return code
+            console.ticker.steps_done = number
+    console.start_phase("compare")
     found = {each: read_metrics(each.directory) for each in runs}
     text = summary(found)
-    directory = runs[0].directory.parent
     replace_text(directory / "summary.md", text)
-    print(f"\n{text}")
     report = write_comparison([each.directory for each in runs], directory / "report.html")
-    print(f"{directory / 'summary.md'}, {report}")
+    console.close()
+    console.line(f"\n{text}")
+    written = {"summary": str(directory / "summary.md"), "report": str(report)}
+    console.last(", ".join(written.values()), **written)
     return 0
 
 
@@ -122,23 +142,45 @@ def _listed(option: str, text: str) -> list[str]:
     return words
 
 
-def train(each: Run, recipe: Path, overrides: Sequence[str]) -> int:
+def train(each: Run, recipe: Path, overrides: Sequence[str], console: "Console") -> int:
     """The run's exit code; what it prints goes to a file beside it."""
-    from megatron_opo.observe.console import duration
+    from megatron_opo.failure import error_text
+    from megatron_opo.observe.text import duration
+
+    def steps_so_far() -> str:
+        return _newest_step(each.directory)
 
     each.directory.parent.mkdir(parents=True, exist_ok=True)
     log = each.directory.with_suffix(".log")
     command = [sys.executable, "-m", "megatron_opo", "train", str(recipe), *overrides]
     start = time.monotonic()
-    print(f"{each.label} ...", end=" ", flush=True)
+    console.start_phase(each.label)
+    console.ask(steps_so_far)
     with log.open("ab") as file:
         done = subprocess.run([*command, *each.overrides()], stdout=file, stderr=file)
     if done.returncode:
         lines = log.read_text(errors="replace").strip().splitlines()[-12:]
-        print(f"ended with exit code {done.returncode}; the end of {log}:\n" + "\n".join(lines))
+        text = f"{each.label} ended with exit code {done.returncode}; the end of {log}:"
+        console.close()
+        console.event("error", text=text, log=str(log))
+        print(error_text("\n".join([text, *lines])), file=sys.stderr)
         return done.returncode
-    print(duration(time.monotonic() - start), flush=True)
+    seconds = time.monotonic() - start
+    console.line(f"{each.label}: {duration(seconds)}")
+    console.event("run", run=each.label, directory=str(each.directory), seconds=round(seconds, 1))
     return 0
+
+
+def _newest_step(run_path: Path) -> str:
+    """How far a run that goes on is; "" when it has no step yet."""
+    from megatron_opo.errors import LogError
+    from megatron_opo.observe.files import read_metrics
+
+    try:
+        steps = [record["step"] for record in read_metrics(run_path) if record["kind"] == "train"]
+    except LogError:
+        return ""
+    return f"step {steps[-1]}" if steps else ""
 
 
 def _mean(name: str, last: float = 1.0) -> Callable[..., float | None]:

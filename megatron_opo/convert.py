@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -23,6 +22,8 @@ from rich.progress import (
 
 from megatron_opo.checkpoint_source import HF, find_checkpoint
 from megatron_opo.errors import CheckpointError, OpoError, WeightError
+from megatron_opo.failure import Place, describe, error_text
+from megatron_opo.observe.live import is_terminal
 from megatron_opo.weights.checkpoint import read_config
 from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.megatron_checkpoint import hf_tensors, open_megatron
@@ -155,11 +156,12 @@ def _verdict(
 @contextmanager
 def shown_progress(title: str) -> Iterator[OnProgress]:
     """A bar with rate and time left on a terminal; elsewhere a line every ten seconds."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    # rich would also take FORCE_COLOR for a terminal.
+    if not is_terminal(sys.stderr, os.environ.get("TERM")):
         yield _Lines()
         return
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
@@ -218,11 +220,10 @@ def exit_with(work: Callable[[], int]) -> None:
 
 def _show(error: Exception) -> int:
     if isinstance(error, OpoError):
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(error_text(printable(str(error))), file=sys.stderr)
         return EXIT_ERROR
     if is_shortage(error):
         print(f"error: {TOO_LITTLE_MEMORY}; nothing was left behind", file=sys.stderr)
         return EXIT_ERROR
-    traceback.print_exception(error)
-    print("this is a bug in the converter; please report it", file=sys.stderr)
+    print(describe(error, Place())[0], file=sys.stderr)
     return EXIT_BUG

@@ -16,6 +16,7 @@ from megatron_opo.batch import Group, PackedBatch, Prompt, Sample, pack
 from megatron_opo.checkpoint_files import Found, remove_leftovers, set_aside
 from megatron_opo.dynamic_sampling import Drawn, draw_metrics
 from megatron_opo.environment import versions
+from megatron_opo.observe.console import Console
 from megatron_opo.observe.metrics import eval_metrics
 from megatron_opo.observe.prometheus import Exposed
 from megatron_opo.observe.run_log import RunLog
@@ -40,6 +41,7 @@ from megatron_opo.rollout import (
     wait_healthy,
 )
 from megatron_opo.rollout.episode import Play, load_play
+from megatron_opo.rollout.rate import TokenRate, waiting_for
 from megatron_opo.runs import (
     ATTEMPT_VARIABLE,
     BestEval,
@@ -48,6 +50,7 @@ from megatron_opo.runs import (
 )
 from megatron_opo.spans import Spans
 from megatron_opo.spmd import Driver
+from megatron_opo.start_summary import summary_rows
 from megatron_opo.stop import StopRequest
 
 T = TypeVar("T")
@@ -130,7 +133,7 @@ class Desk:
         self.rollout.release(on_wait=self._show_wait)
 
     def _show_wait(self, server: Server, seconds: float, last_line: str) -> None:
-        self.log.advance(seconds, None, f"waiting for {server.name} to load: {last_line}")
+        self.log.advance(seconds, None, waiting_for(server, last_line))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
@@ -220,11 +223,15 @@ class Desk:
         **settings: Any,
     ) -> list[Group]:
         """Groups that are being scored."""
-        progress = self._progress(len(prompts) * samples_per_prompt)
+        progress = self._progress(len(prompts) * samples_per_prompt, "samples")
+        rate = TokenRate(self.rollout.serving)
+        self.log.advance(0, len(prompts) * samples_per_prompt, "samples")
+        self.log.ask(rate.shown)
 
         def on_group(group: Group) -> None:
             self.log.first_sample()
             scoring.add(group)
+            rate.count(sum(sample.length for sample in group.samples))
             progress(*group.samples)
 
         groups = self.rollout.generate(
@@ -242,7 +249,7 @@ class Desk:
 
     def _scored(self, scoring: Scoring, groups: list[Group]) -> list[Group]:
         samples = sum(len(group.samples) for group in groups)
-        return scoring.results(groups, on_sample=self._progress(samples))
+        return scoring.results(groups, on_sample=self._progress(samples, "scored"))
 
     def sample_and_score_eval(self, version: int) -> list[Group]:
         """`eval.samples_per_prompt` responses to every held-out prompt."""
@@ -299,13 +306,13 @@ class Desk:
             metrics |= draw_metrics(self.drawn)
         return metrics
 
-    def _progress(self, total: int) -> Callable[..., None]:
+    def _progress(self, total: int, unit: str) -> Callable[..., None]:
         done = 0
 
         def on_samples(*samples: Sample) -> None:
             nonlocal done
             done += len(samples)
-            self.log.advance(done, total)
+            self.log.advance(done, total, unit)
 
         return on_samples
 
@@ -324,6 +331,8 @@ def open_desk(
     shared: SharedBucket | None,
     servers: list[Server],
     spans: Spans | None = None,
+    console: Console | None = None,
+    trains: bool = True,
 ) -> Desk:
     """Load the data and start reward workers.
 
@@ -333,7 +342,11 @@ def open_desk(
         shared: what weights are sent by, where that is shared memory.
         servers: which are starting.
         spans: those of this process.
+        console: what has spoken to the user already.
+        trains: false when only prompts are sampled.
     """
+    if console is not None:
+        console.start_phase("data")
     checkpoint = found.checkpoint
     with ExitStack() as resources:
         rewards = RewardPool(recipe.reward, reward_log(recipe.run_path))
@@ -358,6 +371,7 @@ def open_desk(
             samples_per_step=recipe.log.samples_per_step,
             first_step=found.version,
             attempt=os.environ.get(ATTEMPT_VARIABLE),
+            console=console,
             run_id=checkpoint.run_id if checkpoint else None,
             spans=spans,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
@@ -365,7 +379,17 @@ def open_desk(
         resources.enter_context(log)
         for path, problem in aside.items():
             log.warn(f"a checkpoint is damaged, and now {path}: {problem}")
-        log.summary(summary_rows(recipe, hf_config, train_prompts, eval_prompts))
+        log.summary(
+            summary_rows(
+                recipe,
+                hf_config,
+                train_prompts,
+                eval_prompts,
+                world_size=int(os.environ.get("WORLD_SIZE", "1")),
+                device=device,
+                trains=trains,
+            )
+        )
         for warning in warnings_of(recipe, device, len(train_prompts.prompts)):
             log.warn(warning)
         if checkpoint is not None:
@@ -399,7 +423,7 @@ def open_desk(
             eval_prompts,
             rewards,
             rollout,
-            resources.enter_context(StopRequest()),
+            resources.enter_context(StopRequest(log.console.notice)),
             resources.pop_all(),
             play,
             checkpoint.best_eval if checkpoint else None,
@@ -468,43 +492,3 @@ def load_data(
     if recipe.data.hold_out_eval:
         train_prompts = hold_out(train_prompts, eval_prompts)
     return train_prompts, eval_prompts
-
-
-def summary_rows(
-    recipe: Recipe, hf_config: dict, train_prompts: PromptSet, eval_prompts: PromptSet | None
-) -> list[tuple[str, str]]:
-    """What the run is about to do, for the top of its log."""
-    actor, rollout, optimizer = recipe.actor, recipe.rollout, recipe.optimizer
-    servers = (
-        f"{len(rollout.urls)} given by URL"
-        if rollout.urls
-        else f"{rollout.servers} x tensor_parallel {rollout.tensor_parallel}"
-    )
-    names = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_pipeline")
-    names += ("expert_parallel",)
-    layout = ", ".join(
-        f"{name} {getattr(actor, name)}" for name in names if getattr(actor, name) > 1
-    )
-    data = train_prompts.summary()
-    if eval_prompts is not None:
-        data += f"; {eval_prompts.summary()}"
-    return [
-        ("model", f"{recipe.model.path} ({hf_config['model_type']}, {recipe.model.dtype})"),
-        ("data", data),
-        (
-            "actor",
-            f"{layout or 'no model parallelism'}; {os.environ.get('WORLD_SIZE', '1')} processes",
-        ),
-        ("servers", servers),
-        (
-            "step",
-            f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples, up to "
-            f"{rollout.max_response_tokens} tokens, temperature {rollout.temperature:g}",
-        ),
-        (
-            "update",
-            f"{recipe.algorithm.estimator}, {recipe.algorithm.loss_aggregation}, lr "
-            f"{optimizer.lr:g} ({optimizer.schedule})",
-        ),
-        ("run", f"{recipe.run_path}, {recipe.train.steps} steps"),
-    ]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_opo import BEGAN, BEGAN_VARIABLE
 from megatron_opo.errors import LogError
+from megatron_opo.failure import INDENT, error_text
 from megatron_opo.ports import claim_port
 from megatron_opo.stop import SAME_WISH_SECONDS
 
@@ -26,7 +27,7 @@ EXIT_CONSEQUENCE = 3
 # Stopped early at its own wish, after a checkpoint: start the same command again to go on.
 EXIT_REQUEUE = 85
 ELSEWHERE = -1
-SHOWN_LINES = 20
+SHOWN_LINES = 12
 PR_SET_PDEATHSIG = 1
 
 
@@ -248,7 +249,7 @@ def _wait(
         if warning is not None and leads:
             warning.pass_on(ranks[0])
         if (what := problem()) is not None:
-            print(f"error: {what}", file=sys.stderr)
+            print(error_text(what), file=sys.stderr)
             _end(ranks, leads, patience=NOTICE_SECONDS)
             return ELSEWHERE
         codes = [rank.poll() for rank in ranks]
@@ -288,9 +289,20 @@ def _explain(failed: int, code: int, log_dir: Path) -> None:
     if failed != 0:
         log = log_dir / f"rank_{failed}.log"
         with suppress(OSError):
-            lines = log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+            lines = _newest_error(log.read_text(errors="replace").splitlines())
         how += f"; the end of {log}:" if lines else f"; {log} is empty"
-    print("\n".join([f"error: rank {failed} {how}", *lines]), file=sys.stderr)
+    print(error_text("\n".join([f"rank {failed} {how}", *lines])), file=sys.stderr)
+
+
+def _newest_error(lines: list[str]) -> list[str]:
+    """What a rank said of why it ends, else the last lines."""
+    said = [place for place, line in enumerate(lines) if line.startswith("error: ")]
+    if not said or len(lines) - said[-1] > SHOWN_LINES:
+        return lines[-SHOWN_LINES:]
+    end = said[-1] + 1
+    while end < len(lines) and lines[end].startswith(INDENT):
+        end += 1
+    return lines[said[-1] : end]
 
 
 def _end(ranks: list[subprocess.Popen], leads: bool, patience: float = 0.0) -> None:

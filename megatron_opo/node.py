@@ -19,6 +19,7 @@ from megatron_opo.cluster import (
     meet,
 )
 from megatron_opo.errors import ClusterError, OpoError, RecipeError, TrainingError
+from megatron_opo.failure import error_text
 from megatron_opo.launch import (
     EXIT_CONSEQUENCE,
     Seats,
@@ -254,7 +255,7 @@ def _wait_for_trainers(watch: Watch, layout: Layout) -> int:
             if any(codes) or all(code == 0 for code in codes):
                 return next((code for code in codes if code), 0)
             if what := watch.problem():
-                print(f"error: {what}", file=sys.stderr)
+                print(error_text(what), file=sys.stderr)
                 return EXIT_CONSEQUENCE
             time.sleep(0.2)
         except Stopped as stopped:
@@ -298,4 +299,4 @@ def _depart(board: Board, code: int) -> int:
 def _say_who_is_lost(board: Board) -> None:
     if (failure := board.describe_lost()) and board.read("failure") is None:
         board.post("failure", failure)
-        print(f"error: {failure}", file=sys.stderr)
+        print(error_text(failure), file=sys.stderr)

@@ -5,6 +5,7 @@ a run directory of its own, with every batch kept.
 """
 
 import gc
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +16,7 @@ from megatron_opo.desk import open_desk
 from megatron_opo.early import started_servers
 from megatron_opo.errors import RecipeError
 from megatron_opo.model_fit import check_model
+from megatron_opo.observe.console import Console
 from megatron_opo.observe.report import write_report
 from megatron_opo.recipe import Recipe
 from megatron_opo.replay import batch_path
@@ -41,20 +43,30 @@ def rollout_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"run_dir": recipe.run_dir + SUFFIX})
 
 
-def rollout_only(recipe: Recipe) -> int:
-    """Sample, score and log `train.steps` batches; the signal that asked it to stop, or 0."""
+def rollout_only(
+    recipe: Recipe, console: Console | None = None, on_begin: Callable[[], None] = lambda: None
+) -> int:
+    """Sample, score and log `train.steps` batches; the signal that asked it to stop, or 0.
+
+    Args:
+        console: what has spoken to the user already.
+        on_begin: called when the run directory is this process's own.
+    """
     hf_config = check_model(recipe)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with (
         started_servers(recipe, device) as servers,
-        open_desk(recipe, hf_config, device, Found(None), None, servers) as desk,
+        open_desk(
+            recipe, hf_config, device, Found(None), None, servers, console=console, trains=False
+        ) as desk,
     ):
+        on_begin()
         desk.wait_until_ready()
         gc.freeze()  # as in `train`
         for step in range(recipe.train.steps):
             batch = collect(desk, version=0)
             if batch is None:
-                desk.log.note(f"stopped after step {step}, as asked")
+                desk.log.last(f"stopped after step {step}, as asked", step=step)
                 return desk.stop.signum or 0
             if recipe.algorithm.estimator in NEEDS_SCORES:
                 batch.advantages.fill_(torch.nan)  # nobody is here who could tell
@@ -62,5 +74,6 @@ def rollout_only(recipe: Recipe) -> int:
                 write_advantages(desk, batch, None)
             log_step(desk, batch, {}, version=step)
             keep_batch(desk, batch, 0, batch_path(recipe.run_path, step + 1))
-        desk.log.note(f"report: {write_report(recipe.run_path)}")
+        report, steps = str(write_report(recipe.run_path)), recipe.train.steps
+        desk.log.last(f"finished: {steps:,} steps; report: {report}", step=steps, report=report)
     return 0

@@ -28,10 +28,17 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, before there was anything to keep."""
 
 
-class StopRequest:
-    """Listens while it is entered; in the main thread only. `signum` is what asked, or None."""
+def write_to_stderr(text: str) -> None:
+    """As a signal's handler may: no buffer is touched."""
+    os.write(2, f"{text}\n".encode())
 
-    def __init__(self) -> None:
+
+class StopRequest:
+    """Listens while it is entered; in the main thread only. `signum` is what asked, or None.
+    `say` tells the user, from within a signal's handler."""
+
+    def __init__(self, say: Callable[[str], None] = write_to_stderr) -> None:
+        self._say = say
         self.signum: int | None = None
         self._may_interrupt = False
         self._keeps = False
@@ -76,7 +83,7 @@ class StopRequest:
         now = time.monotonic()
         if self._first_interrupt is None:
             self._first_interrupt = now
-            os.write(2, b"stopping after a checkpoint; once more stops at once\n")
+            self._say("stopping after a checkpoint; once more stops at once")
             return True
         if now - self._first_interrupt > SAME_WISH_SECONDS:
             signal.signal(signum, signal.SIG_DFL)

@@ -33,7 +33,9 @@ from megatron_opo.collect import collect, log_step
 from megatron_opo.desk import Desk, open_desk, phase
 from megatron_opo.errors import CheckpointError, OpoError
 from megatron_opo.model_fit import check_model
-from megatron_opo.observe.report import write_report
+from megatron_opo.observe.console import Console
+from megatron_opo.observe.report import REPORT, write_report
+from megatron_opo.observe.text import duration, number
 from megatron_opo.on_policy import check_agreement
 from megatron_opo.profiling import Profiler
 from megatron_opo.recipe import Recipe
@@ -49,11 +51,13 @@ T = TypeVar("T")
 OnServers = Callable[[Callable[[], Any]], Any]
 
 
-def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
+def train(
+    recipe: Recipe, parallel: Parallel, servers: list[Server], console: Console | None = None
+) -> int:
     """Run the recipe from its newest checkpoint, or from the model directory, to its last step.
 
     The signal that asked it to stop before that (`stop`), after a checkpoint, or 0. `servers` are
-    rank 0's, which are starting.
+    rank 0's, which are starting, and so is `console`, which has spoken to the user already.
     """
     driver = Driver(parallel.rank, parallel.control)
     driver.spans.add_earlier("imports", BEGAN)
@@ -64,7 +68,9 @@ def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
     shared = open_shared_bucket(recipe, hf_config, parallel)
     with driver.spans.of("data"):
         desk = driver.run(
-            lambda: open_desk(recipe, hf_config, device, found, shared, servers, driver.spans)
+            lambda: open_desk(
+                recipe, hf_config, device, found, shared, servers, driver.spans, console
+            )
         )
     checkpoints = CheckpointWriter(recipe, driver, parallel, found.version)
     with desk or nullcontext(), checkpoints, profiler:
@@ -116,9 +122,11 @@ def train(recipe: Recipe, parallel: Parallel, servers: list[Server]) -> int:
             checkpoint_and_note(actor, desk, driver, checkpoints)
             return signum
         finish_checkpoint(desk, driver, checkpoints)
-        driver.run(lambda: desk.log.note(f"report: {write_report(recipe.run_path)}"))
+        with phase(desk, driver, "report"):
+            driver.run(lambda: write_report(recipe.run_path))
         if recipe.checkpoint.export_hf:
             export(actor, desk, driver, required=True)
+        driver.run(lambda: say_finished(desk))
     return 0
 
 
@@ -142,6 +150,10 @@ def start(
         actor = Actor(recipe, hf_config, parallel, driver)
         load_start(actor)
         actor.weights_loaded()
+        if desk:
+            actor.on_micro_batch = lambda done, total: desk.log.advance(
+                done, total, "micro-batches"
+            )
         shift = PolicyShift(actor) if recipe.log.policy_shift else None
         if checkpoint:
             load_checkpoint(actor, checkpoint)
@@ -154,6 +166,22 @@ def start(
     if hands_over or actor.version > 0 or has_other_start(recipe):
         sync(actor, desk, driver, shared)
     return actor, shift
+
+
+def say_finished(desk: Desk) -> None:
+    recipe, report = desk.recipe, desk.recipe.run_path / REPORT
+    version, best = recipe.train.steps, desk.best_eval
+    steps = "1 step" if version == 1 else f"{version:,} steps"
+    said = [f"finished: {steps} in {duration(desk.log.elapsed())}"]
+    if best is not None:
+        name = best.metric.removeprefix("eval/")
+        said.append(f"best {name} {number(best.value)} at step {best.step}")
+    facts: dict[str, Any] = {"step": version, "report": str(report)}
+    if recipe.checkpoint.export_hf:
+        facts["model"] = str(recipe.run_path / EXPORTS / f"step_{version}")
+        desk.log.note(f"model: {facts['model']}")
+    said.append(f"report: {report}")
+    desk.log.last("; ".join(said), **facts)
 
 
 def stop_signal(desk: Desk, driver: Driver) -> int:
@@ -199,9 +227,10 @@ def checkpoint_and_note(
 ) -> None:
     checkpoint_if_newer(actor, desk, driver, checkpoints)
     driver.run(
-        lambda: desk.log.note(
+        lambda: desk.log.last(
             f"stopped after step {actor.version}, as asked "
-            f"({signal.Signals(desk.stop.signum or 0).name}); the same command goes on from there"
+            f"({signal.Signals(desk.stop.signum or 0).name}); the same command goes on from there",
+            step=actor.version,
         )
     )
 
@@ -254,7 +283,7 @@ def finish_checkpoint(desk: Desk, driver: Driver, checkpoints: CheckpointWriter)
     if metrics:
         desk.log.note(
             f"checkpoint of step {checkpoints.version}: {metrics['checkpoint/bytes'] / 1e6:,.0f} "
-            f"MB written in {metrics['checkpoint/write_seconds']:.1f} s"
+            f"MB written in {duration(metrics['checkpoint/write_seconds'])}"
         )
 
 

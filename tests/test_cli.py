@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_opo.cli import _is_finished, main
+from megatron_opo.cli import main
 from megatron_opo.errors import RecipeError
+from megatron_opo.observe.console import Console
 from megatron_opo.recipe import Recipe
+from megatron_opo.train_command import _is_finished
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +34,16 @@ def test_overrides_on_both_sides_of_an_option_count(tmp_path, capsys):
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert all(line in shown for line in ("name: b\n", "seed: 7\n", "steps: 9\n"))
+
+
+def test_a_mistake_is_told_to_programs_as_well(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "nowhere.yaml", "--json"])
+    out, err = capsys.readouterr()
+    error, end = map(json.loads, out.splitlines())
+    assert err == f"error: {error['text']}\n" == "error: recipe nowhere.yaml: no such file\n"
+    assert (error["event"], error["kind"]) == ("error", "RecipeError")
+    assert (end["event"], end["exit_code"], ended.value.code) == ("end", 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +70,12 @@ def test_a_run_without_its_exported_model_is_not_finished(tmp_path, capsys):
     checkpoint.mkdir(parents=True)
     state = {"version": 3, "cursor": {}, "recipe": {}}
     (checkpoint / "state.json").write_text(json.dumps(state))
-    assert not _is_finished(recipe)
+    console = Console(3)
+    assert not _is_finished(recipe, console)
     without = recipe.checkpoint.model_copy(update={"export_hf": False})
-    assert _is_finished(recipe.model_copy(update={"checkpoint": without}))
+    assert _is_finished(recipe.model_copy(update={"checkpoint": without}), console)
     (tmp_path / "hf" / "step_3").mkdir(parents=True)
-    assert _is_finished(recipe)
+    assert _is_finished(recipe, console)
     assert capsys.readouterr().out.count("already has all of its 3 steps") == 2
 
 
@@ -125,8 +138,9 @@ def test_only_a_run_that_has_trained_is_in_the_way(tmp_path):
     recipe = Recipe.model_validate(sections | {"run_dir": str(tmp_path)})
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 0, "kind": "eval"}\n')
-    assert not _is_finished(recipe)
+    console = Console(3)
+    assert not _is_finished(recipe, console)
     with metrics.open("a") as stream:
         stream.write('{"step": 1, "kind": "train"}\n')
     with pytest.raises(RecipeError, match="left no checkpoint to resume from"):
-        _is_finished(recipe)
+        _is_finished(recipe, console)

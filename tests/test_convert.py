@@ -255,7 +255,7 @@ def test_what_a_terminal_would_act_on_is_escaped(capsys):
 
     with pytest.raises(SystemExit):
         exit_with(fail)
-    assert capsys.readouterr().err == "error: \\x1b[2J \\ud800 \u00e4 is there;\ngive another\n"
+    assert capsys.readouterr().err == "error: \\x1b[2J \\ud800 \u00e4 is there;\n  give another\n"
 
 
 # Sends itself Ctrl-C when a module is imported (with nothing else running), or a line is printed.

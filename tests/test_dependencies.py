@@ -8,6 +8,8 @@ BASE = {"batch", "errors", "recipe", "redaction"}
 ALLOWED = {
     "batch": {"errors"},
     "errors": set(),
+    "failure": {"environment", "errors", "redaction"},
+    "output": set(),
     "environment": {"errors"},
     "completion": {"errors", "recipe_file"},
     "redaction": set(),
@@ -18,7 +20,7 @@ ALLOWED = {
     "runs": {"errors", "recipe"},
     "checkpoint_files": {"errors", "runs", "weights"},
     "checkpoint_source": {"errors", "runs"},
-    "convert": {"checkpoint_source", "convert_check", "errors", "weights"},
+    "convert": {"checkpoint_source", "convert_check", "errors", "failure", "observe", "weights"},
     "convert_check": {"actor", "errors", "weights"},
     "spans": set(),
     "spmd": {"errors", "spans"},
@@ -34,7 +36,8 @@ ALLOWED = {
     "kernel_build": {"errors"},
     "user_code": set(),
     "ports": set(),
-    "compare": {"errors", "observe", "recipe_file"},
+    "compare": {"errors", "failure", "observe", "recipe_file"},
+    "start_summary": BASE | {"observe", "plan", "prompts", "weights"},
     "attention_kernel": {"errors", "invariant", "kernel_build"},
     "sglang_plugin": {"attention_kernel", "invariant"},
     "rollout": BASE | {"ports", "sglang_plugin", "spans", "user_code"},
@@ -43,19 +46,20 @@ ALLOWED = {
     | {"attention_kernel", "checkpoint_files", "invariant", "model_fit", "on_policy", "plan"}
     | {"runs", "spans", "spmd", "weights"},
     "dynamic_sampling": BASE,
-    "launch": {"errors", "ports", "stop"},
+    "launch": {"errors", "failure", "ports", "stop"},
     "plan": {"errors", "model_fit", "recipe", "recipe_file", "weights"},
-    "data": BASE | {"prompts", "recipe_file", "rows"},
+    "data": BASE | {"observe", "prompts", "recipe_file", "rows"},
     "doctor": {"environment", "errors", "kernel_build", "model_fit", "observe", "plan"}
     | {"preflight", "recipe", "recipe_file", "rewards", "rows", "runs", "user_code", "weights"},
     "cluster": BASE,
     "preflight": BASE | {"cluster", "environment"},
-    "node": BASE | {"cluster", "launch", "observe", "preflight", "recipe_file", "rollout", "runs"},
+    "node": BASE
+    | {"cluster", "failure", "launch", "observe", "preflight", "recipe_file", "rollout", "runs"},
     "early": {"observe", "recipe", "rollout", "rows", "runs"},
     "desk": BASE
     | {"advantages", "checkpoint_files", "dynamic_sampling"}
     | {"environment", "observe", "prompts", "recipe_file", "rewards", "rollout", "runs", "spans"}
-    | {"spmd", "stop"},
+    | {"spmd", "start_summary", "stop"},
     "replay": {"batch", "errors"},
     "collect": BASE | {"advantages", "desk", "dynamic_sampling", "observe", "replay"},
     "update": BASE | {"actor", "advantages", "collect", "desk", "replay", "spmd"},
@@ -68,6 +72,18 @@ ALLOWED = {
     "rollout_only": BASE
     | {"advantages", "checkpoint_files", "collect", "desk", "early"}
     | {"model_fit", "observe", "replay"},
+    "train_command": BASE
+    | {"actor", "early", "environment", "failure", "launch", "model_fit", "observe", "output"}
+    | {
+        "preflight",
+        "recipe_file",
+        "rollout",
+        "rollout_only",
+        "runs",
+        "spmd",
+        "train",
+        "train_only",
+    },
     "evaluation": BASE
     | {"checkpoint_source", "convert", "environment", "model_fit", "observe", "prompts"}
     | {"recipe_file", "rewards", "rollout", "rows", "runs", "stop", "weights"},
@@ -142,7 +158,8 @@ def test_no_deadline_depends_on_the_clock_of_the_wall():
         "doctor/machine.py",  # is the clock right?
         "doctor/storage.py",  # compares it with a file server's
         "preflight.py",  # compares the nodes' clocks
-        "observe/logger_backends.py",  # writes the time down
-        "observe/run_log.py",  # writes the time down
+        "observe/console.py",  # writes the time down
+        "observe/logger_backends.py",  # so does this
+        "observe/run_log.py",  # and this
         "weights/new_directory.py",  # the age of what a killed process left
     }

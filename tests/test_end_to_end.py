@@ -67,7 +67,9 @@ def make_project(directory: Path) -> Path:
     return directory
 
 
-def train(directory: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
+def train(
+    directory: Path, *arguments: str, timeout: float = 240, stderr: int = subprocess.STDOUT
+) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "megatron_opo", "train", "recipe.yaml", *arguments],
@@ -75,7 +77,7 @@ def train(directory: Path, *arguments: str, timeout: float = 240) -> subprocess.
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         timeout=timeout,
     )
 
@@ -121,6 +123,10 @@ def test_the_reward_rises_and_server_and_actor_agree_all_along(project, finished
     assert "Traceback" not in finished
     for shown in ("trainer", "server 0"):
         assert re.search(rf"Prometheus: http://127\.0\.0\.1:\d+/metrics \({shown}\)", finished)
+    told = finished.splitlines()
+    assert told[0] == "letters: starting 1 server, loading the trainer"
+    assert told[-1].startswith("finished: 4 steps in ") and told[-1].endswith("/report.html")
+    assert "\x1b" not in finished and "\r" not in finished
 
 
 def test_the_run_leaves_what_it_promises(project, finished):
@@ -163,13 +169,21 @@ def test_models_are_exported_while_it_trains_and_the_newest_are_kept(project, fi
 
 
 def test_a_finished_run_says_so_and_more_steps_continue_it_from_what_is_whole(project, finished):
-    again = train(project)
+    again = train(project, "--quiet")
     assert again.returncode == 0
-    assert "already has all of its 4 steps" in again.stdout
-    further = train(project, "train.steps=5", "eval.at_end=false")
-    assert further.returncode == 0, further.stdout
-    assert "resuming from" in further.stdout
-    assert "train.steps: 4 -> 5" in further.stdout
+    assert again.stdout.startswith("runs/letters already has all of its 4 steps: raise train.steps")
+    assert again.stdout.count("\n") == 1
+    further = train(project, "train.steps=5", "eval.at_end=false", "--json", stderr=subprocess.PIPE)
+    assert (further.returncode, further.stderr) == (0, "")
+    events = [json.loads(line) for line in further.stdout.splitlines()]
+    assert [e["event"] for e in events if e["event"] != "note"] == [
+        *("start", "warning", "warning", "step", "finished", "end")
+    ]
+    told = [event.get("text", "") for event in events]
+    assert any("resuming from" in text for text in told)
+    assert any("train.steps: 4 -> 5" in text for text in told)
+    assert [event["version"] for event in events if event["event"] == "start"] == [4]
+    assert (events[-2]["step"], events[-1]["exit_code"]) == (5, 0)
     steps = read_metrics(project, "train")
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
     assert steps[4]["critic/rewards/mean"] > steps[0]["critic/rewards/mean"] + 0.3

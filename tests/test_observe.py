@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_opo.batch import Group, Prompt, Sample, pack
 from megatron_opo.errors import LogError
-from megatron_opo.observe.console import Console, duration, header_line, step_line
+from megatron_opo.observe.console import Console
 from megatron_opo.observe.files import append_text, read_json_lines, read_metrics
 from megatron_opo.observe.metrics import (
     eval_metrics,
@@ -31,6 +31,7 @@ from megatron_opo.observe.samples import (
     sample_record,
     token_chars,
 )
+from megatron_opo.observe.text import duration, header_line, step_line
 from megatron_opo.spans import Spans
 
 ESCAPE = "\x1b"
@@ -444,7 +445,7 @@ def test_time_left_counts_steps_and_what_lies_between_them(tmp_path, clock, caps
             clock.spend(log, "checkpoint", 4)
     # 20 s; then (20 + 4 + 20) / 2, and so on, times the steps that are left.
     lefts = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert lefts == [duration(60), duration(44), duration(68 / 3), "0.0s"]
+    assert lefts == [duration(60), duration(44), duration(68 / 3), "0s"]
 
 
 def test_what_is_not_finite_is_null_on_disk_and_named_in_the_terminal(tmp_path, capsys):
@@ -580,14 +581,15 @@ def test_a_step_line_fits_a_terminal_and_stands_under_its_header():
     }  # fmt: skip
     line = step_line(99999, metrics, 9e5)
     assert len(line) == len(header_line()) <= 80
-    shown = "99999 -123 12346 1.5e-07 2.5e-05 59m59s 0.0s 2h02m 23h59m 10d10h"
+    shown = "99999 -123 12346 1.5e-07 2.5e-05 59m59s 40ms 2h02m 23h59m 10d10h"
     assert line.split() == shown.split()
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.04, "0.0s"), (9.94, "9.9s"), (9.96, "10s"), (59.4, "59s"), (59.6, "1m00s"),
+        (0.0, "0s"), (0.0001, "<1ms"), (0.04, "40ms"), (0.0994, "99ms"),
+        (0.0996, "0.1s"), (9.94, "9.9s"), (9.96, "10s"), (59.4, "59s"), (59.6, "1m00s"),
         (3599.6, "1h00m"), (7325, "2h02m"), (86399, "23h59m"), (90000, "1d01h"), (math.inf, "?"),
     ],
 )  # fmt: skip

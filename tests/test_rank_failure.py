@@ -79,6 +79,8 @@ def test_a_rank_that_raises_in_the_middle_of_an_update_ends_the_job(
     assert outcome.returncode == 1, outcome.stdout
     assert "error: rank 1 failed with exit code 1; the end of" in outcome.stdout
     assert "RuntimeError: the fault of this test" in outcome.stdout
+    assert sum(line.startswith("error: ") for line in outcome.stdout.splitlines()) == 1
+    assert "Traceback" not in outcome.stdout and "lost its connection" not in outcome.stdout
     assert took < PATIENCE_S
     assert not (project / "run").exists()
 

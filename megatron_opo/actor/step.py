@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,8 @@ class Actor:
         self.spans = driver.spans
         self.version = 0
         self.scores: Scores | None = None
+        # How many of a rank's micro-batches have begun, of how many, for who waits for them.
+        self.on_micro_batch: Callable[[int, int], None] = lambda done, total: None
         self.dtype = getattr(torch, recipe.model.dtype)
         self.modules = build_model(hf_config, recipe.actor, recipe.model.dtype)
         on_cpu = parallel.device.type == "cpu"
@@ -258,9 +261,15 @@ class Actor:
             micro_batches = self._micro_batches(batch)
             weights = self._token_weights(batch)
         scores = torch.zeros(3, batch.tokens.numel())
-        forward_step = partial(
-            self._forward_step, advantages=batch.advantages, weights=weights, scores=scores
-        )
+        counter = count(1)
+        total = len(micro_batches) * len(self.model)
+
+        def forward_step(*given: Any):
+            self.on_micro_batch(next(counter), total)
+            return self._forward_step(
+                *given, advantages=batch.advantages, weights=weights, scores=scores
+            )
+
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in self.model],

@@ -55,16 +55,25 @@ def _default(field: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Show what is in the data; the exit code."""
-    from megatron_opo.data.convert import write_rows
-    from megatron_opo.data.survey import survey, usable_rows
+    from megatron_opo.observe.console import waiting
 
-    datasets, data, tokenizer = _asked_for(options)
-    if options.out and len(datasets) > 1:
-        raise RecipeError("--out: this recipe has two datasets; add --split train or --split eval")
-    surveys = [
-        survey(dataset, data, tokenizer, split, max(0, options.examples))
-        for split, dataset in datasets.items()
-    ]
+    with waiting("read data") as console:
+        from megatron_opo.data.convert import write_rows
+        from megatron_opo.data.survey import survey, usable_rows
+
+        datasets, data, tokenizer = _asked_for(options)
+        if options.out and len(datasets) > 1:
+            raise RecipeError(
+                "--out: this recipe has two datasets; add --split train or --split eval"
+            )
+
+        def on_rows(count: int) -> None:
+            console.advance(count, None, f"{count:,} rows")
+
+        surveys = [
+            survey(dataset, data, tokenizer, split, max(0, options.examples), on_rows)
+            for split, dataset in datasets.items()
+        ]
     if options.json:
         print(json.dumps(as_dict(surveys, data), indent=2))
     else:

@@ -4,7 +4,7 @@ little. `prompts` is imported for a tokenizer only, as torch comes with it."""
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -60,12 +60,18 @@ class Survey:
 
 
 def survey(
-    dataset: DatasetConfig, data: DataConfig, tokenizer: Any, split: str, examples: int
+    dataset: DatasetConfig,
+    data: DataConfig,
+    tokenizer: Any,
+    split: str,
+    examples: int,
+    on_rows: Callable[[int], None] = lambda count: None,
 ) -> Survey:
     """Read all of a dataset. A row that cannot be used is counted and named, and ends nothing.
 
     Args:
         tokenizer: None if there is none; lengths are then in characters of the plain text.
+        on_rows: called with the number of rows so far.
 
     Raises:
         DataError: a file is not there or of a kind that is not read, or the tokenizer lacks the
@@ -86,6 +92,7 @@ def survey(
     for row, text, key, length in _rendered(rows, data, tokenizer, unusable):
         sources[row.data_source] += 1
         lengths.append(length)
+        on_rows(len(lengths))
         unanswered += not str(row.ground_truth).strip()
         answer = _hash(json.dumps(row.ground_truth, sort_keys=True))
         if key in answers:

@@ -15,7 +15,7 @@ DESCRIPTION = (
     "evaluations prompt by prompt. Nothing is trained."
 )
 USAGE = """megatron-opo eval RECIPE [section.field=value ...] [--checkpoint DIR_OR_RUN[:STEP]]
-                         [--samples K] [--out DIR] [--json]
+                         [--samples K] [--out DIR] [--json | --quiet]
        megatron-opo eval --compare A B [--json]"""
 
 
@@ -47,7 +47,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="two directories written before (--out): is B better?",
     )
-    parser.add_argument("--json", action="store_true", help="every number, for programs")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="every number, for programs")
+    output.add_argument(
+        "--quiet", action="store_true", help="say only warnings, errors and the result in a line"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,7 +64,7 @@ def _compare(options: argparse.Namespace) -> int:
     from megatron_opo.observe.console import summary
 
     given = (options.recipe, options.overrides, options.checkpoint, options.samples, options.out)
-    if any(given):
+    if any(given) or options.quiet:
         raise RecipeError(
             "--compare reads two evaluations that are there already; drop what else is given "
             "(only --json goes with it)"
@@ -81,24 +85,32 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.samples is not None and options.samples < 1:
         raise RecipeError(f"--samples: {options.samples}; it must be 1 or more")
     recipe = load_recipe(words[0], words[1:])
+    from megatron_opo.observe.console import Console, summary
+
+    # Closed by the command, however this ends.
+    options.console = console = Console(
+        0, quiet=options.quiet, stream=sys.stderr if options.json else sys.stdout
+    )
+    options.place.recipe = words[0]
+    console.start_phase("imports")
     from megatron_opo.environment import check_environment
     from megatron_opo.evaluation.run import evaluate
     from megatron_opo.evaluation.source import find_source
-    from megatron_opo.evaluation.summary import summary_rows
-    from megatron_opo.observe.console import Console, summary
+    from megatron_opo.evaluation.summary import SUMMARY, short_result, summary_rows
 
     check_environment()
     source = find_source(options.checkpoint, recipe)
     samples = options.samples or recipe.eval.samples_per_prompt
     out = options.out or source.default_out(recipe)
-    console = Console(0, stream=sys.stderr if options.json else sys.stdout)
+    if not (out / SUMMARY).exists():
+        options.place.logs = out / "logs"
     with StopRequest():  # SIGTERM, too, ends the servers and removes what was converted
-        try:
-            found = evaluate(recipe, source, samples, out, console)
-        finally:
-            console.close()
+        found = evaluate(recipe, source, samples, out, console)
+    console.close()
     if options.json:
         print(json.dumps(found, indent=2))
+    elif options.quiet:
+        print(f"{short_result(found)}: {out / SUMMARY}")
     else:
         summary(summary_rows(found))
         print(f"  {out / 'summary.json'} and samples.jsonl have everything")

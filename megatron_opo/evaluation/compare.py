@@ -10,8 +10,8 @@ from typing import Any
 from megatron_opo.errors import LogError
 from megatron_opo.evaluation.statistics import estimate_mean, sign_test
 from megatron_opo.evaluation.summary import SAMPLES, SUMMARY
-from megatron_opo.observe.console import number
 from megatron_opo.observe.files import read_json_lines
+from megatron_opo.observe.text import number
 
 SHOWN_PROMPTS = 10
 SHOWN_CHARS = 60

@@ -21,8 +21,9 @@ from megatron_opo.evaluation.source import (
 )
 from megatron_opo.evaluation.summary import SUMMARY, estimates, summarize, write_samples
 from megatron_opo.model_fit import check_model
-from megatron_opo.observe.console import Console, duration, summary_text
+from megatron_opo.observe.console import Console
 from megatron_opo.observe.files import replace_text
+from megatron_opo.observe.text import duration
 from megatron_opo.prompts import PromptSet, check_tokenizer, load_prompts, load_tokenizer
 from megatron_opo.recipe import Recipe
 from megatron_opo.recipe_file import dump_recipe
@@ -36,6 +37,7 @@ from megatron_opo.rollout import (
     wait_healthy,
 )
 from megatron_opo.rollout.episode import Play, find_function, load_play
+from megatron_opo.rollout.rate import TokenRate, waiting_for
 from megatron_opo.rows import check_files
 
 # What servers call the weights; launched ones call those they start with so, too.
@@ -122,7 +124,7 @@ def _sample_and_score(recipe: Recipe, source: Source, out: Path, console: Consol
         assert recipe.data.eval is not None
         prompts = load_prompts(recipe.data.eval, recipe.data, tokenizer, "eval")
         play = load_play(recipe.rollout, tokenizer)
-        console.line(summary_text(_rows(recipe, source, prompts, out)))
+        console.start(_rows(recipe, source, prompts, out), out=str(out))
         rewards.wait_ready()
         rollout = _rollout(recipe, servers, out, device, console)
         held.callback(shutil.rmtree, out / SYNC, ignore_errors=True)
@@ -178,7 +180,7 @@ def _rows(recipe: Recipe, source: Source, prompts: PromptSet, out: Path) -> list
 
 def _show_wait(console: Console, at: tuple[Server, float, str]) -> None:
     server, seconds, last_line = at
-    console.advance(seconds, None, f"waiting for {server.name} to load: {last_line}")
+    console.advance(seconds, None, waiting_for(server, last_line))
 
 
 def _collect(stage: _Stage) -> list[Group]:
@@ -191,7 +193,7 @@ def _collect(stage: _Stage) -> list[Group]:
         def on_group(group: Group) -> None:
             scoring.add(group)
             there[group.prompt.id] = group
-            console.advance(len(there) * stage.recipe.eval.samples_per_prompt, total, "")
+            console.advance(len(there) * stage.recipe.eval.samples_per_prompt, total, "samples")
 
         start = time.monotonic()
         while missing := [p for p in stage.prompts.prompts if p.id not in there]:
@@ -208,7 +210,7 @@ def _collect(stage: _Stage) -> list[Group]:
         def on_sample(_: object) -> None:
             nonlocal done
             done += 1
-            console.advance(done, total, "")
+            console.advance(done, total, "scored")
 
         with phase(console, "score"):
             return scoring.results(groups, on_sample)
@@ -219,7 +221,14 @@ def _sample(stage: _Stage, prompts: list[Prompt], on_group: Callable[[Group], No
     if rollout.needs_sync or not rollout.serving:
         with phase(stage.console, "weights"):
             rollout.sync(stored_weights(Path(recipe.model.path)), VERSION)
+    rate = TokenRate(rollout.serving)
+
+    def on_scored(group: Group) -> None:
+        rate.count(sum(sample.length for sample in group.samples))
+        on_group(group)
+
     with phase(stage.console, "generate"):
+        stage.console.ask(rate.shown)
         rollout.generate(
             prompts,
             samples_per_prompt=recipe.eval.samples_per_prompt,
@@ -229,6 +238,6 @@ def _sample(stage: _Stage, prompts: list[Prompt], on_group: Callable[[Group], No
             max_response_tokens=recipe.rollout.max_response_tokens,
             stop_token_ids=recipe.rollout.stop_token_ids,
             purpose="eval",
-            on_group=on_group,
+            on_group=on_scored,
             play=stage.play,
         )

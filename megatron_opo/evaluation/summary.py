@@ -9,10 +9,10 @@ from typing import Any
 from megatron_opo.batch import Group
 from megatron_opo.errors import RewardError
 from megatron_opo.evaluation.statistics import Estimate, estimate_mean
-from megatron_opo.observe.console import number
 from megatron_opo.observe.files import replace_text, to_json_line
 from megatron_opo.observe.metrics import is_correct, mean_reward, pass_at, tries_of
 from megatron_opo.observe.samples import finite, sample_record
+from megatron_opo.observe.text import number
 from megatron_opo.recipe import Recipe, RewardConfig
 from megatron_opo.rewards.answers import answer_of
 
@@ -111,6 +111,12 @@ def summarize(
             "reward.kwargs": recipe.to_show()["reward"]["kwargs"],
         },
     }
+
+
+def short_result(summary: dict[str, Any]) -> str:
+    """In a line: "avg@4 0.373, pass@4 0.836"."""
+    metrics = summary["metrics"].items()
+    return ", ".join(f"{name} {number(metric['value'])}" for name, metric in metrics if "@" in name)
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,123 +1,125 @@
-"""The terminal: live progress on a TTY, plain lines without colour codes anywhere else."""
+"""What a command says while it works: lines, live progress on a terminal, or JSON for programs."""
 
+import json
 import math
 import os
 import sys
-from dataclasses import dataclass
-from typing import TextIO
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
 
 from rich.console import Console as RichConsole
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-# (heading, metric, width): what one line about a step shows.
-COLUMNS = (
-    ("reward", "critic/rewards/mean", 8),
-    ("length", "response_length/mean", 8),
-    ("entropy", "actor/entropy", 8),
-    ("logp gap", "on_policy/logprob_gap_max", 10),
-    ("generate", "timing_s/generate", 9),
-    ("score", "timing_s/reward", 7),
-    ("update", "timing_s/update", 7),
-    ("sync", "timing_s/sync", 7),
+from megatron_opo.observe.live import Beats, Drawn, Ticker, is_terminal
+from megatron_opo.observe.text import (
+    STEP_WIDTH,
+    duration,
+    header_line,
+    step_line,
+    summary_text,
 )
-STEP_WIDTH = 5
-LEFT_WIDTH = 9
+
 HEADER_EVERY = 30
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person would say them: 4.2s, 3m20s, 2h05m, 1d03h."""
-    if not math.isfinite(seconds):
-        return "?"
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
-
-
-def number(value: float | None) -> str:
-    """A metric in at most 8 characters; "-" when there is none."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return str(float(value))
-    size = abs(value)
-    if size >= 1e5 or 0 < size < 1e-3:
-        return f"{value:.1e}"
-    if size >= 100:
-        return f"{value:.0f}"
-    return f"{value:.3f}" if size < 10 else f"{value:.1f}"
-
-
-def header_line() -> str:
-    cells = "".join(f"{heading:>{width}}" for heading, _, width in COLUMNS)
-    return f"{'step':>{STEP_WIDTH}}{cells}{'left':>{LEFT_WIDTH}}"
-
-
-def step_line(step: int, metrics: dict[str, float], seconds_left: float | None) -> str:
-    """One step under `header_line()`."""
-    cells = ""
-    for _, name, width in COLUMNS:
-        value = metrics.get(name)
-        if value is not None and name.startswith("timing_s/"):
-            cells += f"{duration(value):>{width}}"
-        else:
-            cells += f"{number(value):>{width}}"
-    left = "-" if seconds_left is None else duration(seconds_left)
-    return f"{step:>{STEP_WIDTH}}{cells}{left:>{LEFT_WIDTH}}"
+BEAT_EVERY_S = 30.0
+Mode = Literal["lines", "quiet", "json"]
 
 
 def summary(rows: list[tuple[str, str]], stream: TextIO | None = None) -> None:
-    """Print what is about to run as two aligned columns: a label and its value."""
+    """Print what is about to run, or what came of it, as two aligned columns."""
     stream = stream or sys.stdout
     print(summary_text(rows), file=stream, flush=True)
 
 
-def summary_text(rows: list[tuple[str, str]]) -> str:
-    width = max((len(label) for label, _ in rows), default=0)
-    indent = "\n" + " " * (width + 4)
-    return "\n".join(
-        f"  {label:<{width}}  {indent.join(value.splitlines() or [''])}" for label, value in rows
-    )
-
-
-@dataclass(frozen=True)
-class _Live:
-    progress: Progress
-    run: TaskID
-    phase: TaskID
+@contextmanager
+def waiting(name: str) -> Iterator["Console"]:
+    """Shows on standard error that `name` goes on, where what a command finds goes to standard
+    output."""
+    console = Console(0, stream=sys.stderr)
+    try:
+        console.start_phase(name)
+        yield console
+    finally:
+        console.close()
 
 
 class Console:
-    """Prints lines, and on a TTY keeps live progress below them until `close`: of the steps, unless
-    there are to be 0, and of the phase that goes on."""
+    """Says what happens, in one of three modes, until `close`:
 
-    def __init__(self, total_steps: int, *, quiet: bool = False, stream: TextIO | None = None):
-        self.quiet = quiet
+    lines  text. A terminal also shows the phase that goes on, and how many of `total_steps` steps
+           are done, below the lines; what is no terminal gets a line about a phase every half
+           minute, and no control codes.
+    quiet  warnings and the last line alone.
+    json   an object a line: {"event", "time" (UTC), ...}, see docs/terminal.md.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        quiet: bool = False,
+        mode: Mode | None = None,
+        stream: TextIO | None = None,
+    ):
+        self.mode: Mode = mode or ("quiet" if quiet else "lines")
         self.stream = stream or sys.stdout
         self.total_steps = total_steps
         self.lines_since_header: int | None = None
-        self.steps_done = 0
-        self.live: _Live | None = None
+        self.ticker = Ticker()
+        self._beats: Beats | None = None
+        self._last_beat = 0.0
+        self._drawn: Drawn | None = None
+        self._writing = threading.Lock()
         # rich would also take FORCE_COLOR for a terminal, and fill a CI log with control codes.
-        terminal = self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        terminal = self.mode != "json" and is_terminal(self.stream, os.environ.get("TERM"))
         self.rich = RichConsole(file=self.stream, highlight=False) if terminal else None
 
+    @property
+    def is_json(self) -> bool:
+        return self.mode == "json"
+
     def line(self, text: str, style: str = "") -> None:
-        if self.quiet:
-            return
-        self._print(text, style)
+        """Text for people; programs are told by events."""
+        if self.mode == "lines":
+            self._print(text, style)
+
+    def event(self, event: str, **facts: Any) -> None:
+        """For programs; `facts` hold what JSON can, and no NaN."""
+        if self.is_json:
+            stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._write(json.dumps({"event": event, "time": stamp, **facts}, allow_nan=False))
+
+    def note(self, text: str) -> None:
+        self.line(text)
+        self.event("note", text=text)
 
     def warn(self, text: str) -> None:
         """Shown even when quiet: a warning nobody sees is none."""
-        self._print(f"warning: {text}", "yellow")
+        if self.is_json:
+            self.event("warning", text=text)
+        else:
+            first, *more = text.splitlines() or [""]
+            self._print("\n".join([f"warning: {first}", *(f"  {line}" for line in more)]), "yellow")
+
+    def notice(self, text: str) -> None:
+        """Until the end, where something is drawn; else once, to standard error. A signal's handler
+        may call it: nothing is printed, and no lock taken."""
+        if self._drawn is not None:
+            self.ticker.notice = text
+        else:
+            os.write(2, f"{text}\n".encode())
+
+    def last(self, text: str, **facts: Any) -> None:
+        """The last line of a run that has ended in order, also when quiet."""
+        self.event("finished", text=text, **facts)
+        if not self.is_json:
+            self._print(text, "bold")
+
+    def start(self, rows: list[tuple[str, str]], **facts: Any) -> None:
+        """What is about to run."""
+        self.line(summary_text(rows))
+        self.event("start", **facts, summary=dict(rows))
 
     def step(self, step: int, metrics: dict[str, float], seconds_left: float | None) -> None:
         every = HEADER_EVERY if self.rich else math.inf
@@ -126,59 +128,72 @@ class Console:
             self.lines_since_header = 0
         self.line(step_line(step, metrics, seconds_left))
         self.lines_since_header += 1
-        self.steps_done = step
-        if self.live is not None:
-            self.live.progress.update(self.live.run, completed=self.steps_done)
+        self.ticker.steps_done, self.ticker.seconds_left = step, seconds_left
 
     def start_phase(self, name: str) -> None:
-        if self.quiet or self.rich is None:
+        self.ticker.start(name)
+        if self.mode == "quiet":
             return
-        live = self.live = self.live or self._make_live(self.rich)
-        shown = f"{self.steps_done} of {self.total_steps} steps"
-        live.progress.update(live.run, description=shown)
-        live.progress.reset(
-            live.phase, description=name, total=None, completed=0, detail="", visible=True
-        )
-        live.progress.start()
+        if self.rich is not None:
+            self._drawn = self._drawn or Drawn(self.rich, self.ticker, self.total_steps)
+        else:
+            self._beats = self._beats or Beats(self.beat)
 
-    def advance(self, done: float, total: float | None, detail: str) -> None:
-        if self.live is not None:
-            self.live.progress.update(
-                self.live.phase, completed=done, total=total, detail=escape(detail)
-            )
+    def advance(self, done: float, total: float | None, detail: str = "") -> None:
+        """How far the phase is: `done` of `total` (None: nobody knows) things; `detail` says what
+        they are."""
+        self.ticker.advance(done, total, detail)
+
+    def ask(self, question: Callable[[], str]) -> None:
+        """Have `question` asked, from another thread, for what else is known of the phase."""
+        self.ticker.ask(question)
+
+    def refresh(self) -> None:
+        """Draw now, not only the next time."""
+        if self._drawn is not None:
+            self._drawn.refresh()
 
     def end_phase(self) -> None:
-        if self.live is not None:
-            self.live.progress.update(self.live.phase, visible=False)
+        self.ticker.phase = None
+
+    def beat(self, now: float) -> None:
+        """Where there is no terminal: say what goes on, if that has gone on for long."""
+        phase = self.ticker.phase
+        if phase is None or now - max(phase.began, self._last_beat) < BEAT_EVERY_S:
+            return
+        self._last_beat = now
+        seconds = now - phase.began
+        progress = self.ticker.progress(phase, now)
+        self.event(
+            "progress",
+            phase=phase.name,
+            seconds=round(seconds, 1),
+            done=phase.done,
+            total=phase.total,
+            text=progress,
+        )
+        about = f": {progress}" if progress else ""
+        place = self.ticker.steps_done + 1 if self.lines_since_header else ""
+        self.line(f"{place:>{STEP_WIDTH}}  {phase.title}, {duration(seconds)}{about}")
 
     def close(self) -> None:
         """Take the live progress away; lines printed so far stay."""
-        if self.live is not None:
-            self.live.progress.stop()
-            self.live = None
+        self.ticker.phase = None
+        if self._drawn is not None:
+            self._drawn.close()
+            self._drawn = None
+        if self._beats is not None:
+            self._beats.close()
+            self._beats = None
 
     def _print(self, text: str, style: str) -> None:
         if self.rich is None:
-            print(text, file=self.stream, flush=True)
+            self._write(text)
         else:
+            style = "" if self.rich.no_color else style
             self.rich.print(text, style=style, markup=False, soft_wrap=True)
 
-    def _make_live(self, console: RichConsole) -> _Live:
-        progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[detail]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            refresh_per_second=4,
-        )
-        run = progress.add_task(
-            "",
-            total=self.total_steps,
-            completed=self.steps_done,
-            detail="",
-            visible=self.total_steps > 0,
-        )
-        return _Live(progress, run, phase=progress.add_task("", total=None, detail=""))
+    def _write(self, text: str) -> None:
+        with self._writing:
+            self.stream.write(text + "\n")
+            self.stream.flush()

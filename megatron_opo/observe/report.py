@@ -13,15 +13,16 @@ from megatron_opo.observe.charts import (
     stacked_chart,
     tick,
 )
-from megatron_opo.observe.console import duration
 from megatron_opo.observe.files import replace_text
 from megatron_opo.observe.page import render
 from megatron_opo.observe.report_samples import browser_data, eval_comparisons, extremes
 from megatron_opo.observe.run_data import Run, curve_of, read_run
+from megatron_opo.observe.text import duration
 
 BLUE, ORANGE, GREEN, PURPLE, RED, SOFT = (
     f"var(--{name})" for name in ("blue", "orange", "green", "purple", "red", "soft")
 )
+REPORT = "report.html"
 PHASES = {"generate": BLUE, "reward": GREEN, "update": ORANGE, "sync": PURPLE}
 
 
@@ -35,7 +36,7 @@ def write_report(run_path: Path, out: Path | None = None) -> Path:
     Raises:
         LogError: there is no metrics.jsonl, a file is broken, or the report cannot be written.
     """
-    path = out or Path(run_path) / "report.html"
+    path = out or Path(run_path) / REPORT
     replace_text(path, report_page(run_path))
     return path
 

@@ -28,13 +28,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the file and print where it is; the exit code."""
-    from megatron_opo.observe.comparison import write_comparison
-    from megatron_opo.observe.report import write_report
+    from megatron_opo.observe.console import waiting
 
     first, *others = options.directories
-    if others:
-        out = options.out or first.resolve().parent / "comparison.html"
-        print(write_comparison(options.directories, out))
-    else:
-        print(write_report(first, options.out))
+    with waiting("write report"):
+        from megatron_opo.observe.comparison import write_comparison
+        from megatron_opo.observe.report import write_report
+
+        if others:
+            out = options.out or first.resolve().parent / "comparison.html"
+            written = write_comparison(options.directories, out)
+        else:
+            written = write_report(first, options.out)
+    print(written)
     return 0

@@ -3,7 +3,7 @@
 import json
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -14,7 +14,7 @@ import yaml
 
 from megatron_opo.batch import Group
 from megatron_opo.errors import LogError
-from megatron_opo.observe.console import Console, duration, number, step_line, summary_text
+from megatron_opo.observe.console import Console
 from megatron_opo.observe.files import (
     RUN_LOG,
     append_text,
@@ -34,6 +34,7 @@ from megatron_opo.observe.samples import (
     list_samples,
     write_samples,
 )
+from megatron_opo.observe.text import duration, number, step_line, summary_text
 from megatron_opo.spans import Spans
 
 # The phase that the first step begins with; what is before it is the start of the run.
@@ -75,6 +76,7 @@ class RunLog:
         attempt: str | None = None,
         run_id: str | None = None,
         quiet: bool = False,
+        console: Console | None = None,
         spans: Spans | None = None,
         decode: Decode | None = None,
     ):
@@ -86,6 +88,7 @@ class RunLog:
         `loggers` are names of `loggers.NEEDS`, `project` what they file the run under, `run_id`
         what they know it by, of the run that goes on, should the run directory not say.
         `exposed` is what Prometheus is shown.
+        `console` is one that has spoken already, else there is a new one, perhaps a quiet one.
         `spans` are those of this process. With `decode`, samples keep the logprob of each token.
 
         Raises:
@@ -113,8 +116,9 @@ class RunLog:
         self.started = self.spans.clock()
         self.run_id = _run_id(self.run_path, run_id, first_step)
         self.exposed = exposed
-        self.console = Console(total_steps, quiet=quiet)
-        self.console.steps_done = first_step
+        self.console = console or Console(total_steps, quiet=quiet)
+        self.console.ticker.steps_done = first_step
+        self.first_step = first_step
         start = f", in start {attempt}" if attempt else ""
         self._log(f"run {self.run_path} starts at version {first_step} of {total_steps}{start}")
         recipe = yaml.safe_load(recipe_text) or {}
@@ -168,17 +172,30 @@ class RunLog:
         self.seconds_of_start["first_sample"] = seconds
 
     def advance(self, done: float, total: float | None, detail: str = "") -> None:
-        """Move the bar of the current phase; `total` None or 0 when it is unknown."""
+        """How far the current phase is; `total` None or 0 when it is unknown. See `Console`."""
         self.console.advance(done, total or None, detail)
+
+    def ask(self, question: Callable[[], str]) -> None:
+        """Of the current phase; see `Console`."""
+        self.console.ask(question)
 
     def summary(self, rows: list[tuple[str, str]]) -> None:
         """Show and log what is about to run: (label, value) rows."""
-        text = summary_text(rows)
-        self.console.line(text)
-        self._log(text)
+        self.console.start(
+            rows,
+            run=str(self.run_path),
+            version=self.first_step,
+            total_steps=self.total_steps,
+        )
+        self._log(summary_text(rows))
 
     def note(self, text: str) -> None:
-        self.console.line(text)
+        self.console.note(text)
+        self._log(text)
+
+    def last(self, text: str, **facts: Any) -> None:
+        """The run has ended in order; see `Console`."""
+        self.console.last(text, run=str(self.run_path), **facts)
         self._log(text)
 
     def warn(self, text: str) -> None:
@@ -218,7 +235,9 @@ class RunLog:
                 f"{unscorable:.0f} of {metrics['eval/samples']:.0f} unscorable, taken as 0"
             )
         took = "" if seconds is None else f" ({duration(seconds)})"
-        self.note(f"{step:>5}  eval: {', '.join(shown)}{took}")
+        text = f"{step:>5}  eval: {', '.join(shown)}{took}"
+        self.console.line(text)
+        self._log(text)
         self._write(step, "eval", metrics)
 
     def samples(
@@ -246,6 +265,10 @@ class RunLog:
         self.console.close()
         self.loggers.close(failed)
 
+    def elapsed(self) -> float:
+        """Seconds that all processes of the run have taken so far."""
+        return self.elapsed_before + self.spans.clock() - self.started
+
     def _seconds_left(self, step: int) -> float | None:
         spans = len(self.step_ends) - 1
         if spans < 1:
@@ -259,12 +282,12 @@ class RunLog:
             "step": step,
             "kind": kind,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "elapsed_s": round(self.elapsed_before + self.spans.clock() - self.started, 3),
+            "elapsed_s": round(self.elapsed(), 3),
         }
-        append_text(
-            self.metrics_path,
-            to_json_line({**record, **{name: finite(value) for name, value in values.items()}}),
-        )
+        written = {**record, **{name: finite(value) for name, value in values.items()}}
+        append_text(self.metrics_path, to_json_line(written))
+        event = {name: value for name, value in written.items() if name not in ("kind", "time")}
+        self.console.event("step" if kind == "train" else kind, **event)
         self.loggers.log(step, values)
         if self.exposed is not None:
             self.exposed.update(step, kind, values)

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from megatron_opo.errors import LogError
 from megatron_opo.observe.charts import Point
-from megatron_opo.observe.console import header_line, number, step_line
 from megatron_opo.observe.report import about
 from megatron_opo.observe.report_samples import VISIBLE_CONTROLS
 from megatron_opo.observe.run_data import Run, curve_of, read_run
+from megatron_opo.observe.text import header_line, number, step_line
 from megatron_opo.observe.watch_server import serving, version_of
 
 POLL_S = 1.0

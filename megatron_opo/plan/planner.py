@@ -215,7 +215,7 @@ def _problems(
     elif server.fraction > server.allowed + 0.005:
         over = (server.fraction - server.allowed) * capacity
         given = "mem_fraction_static" in rollout.server_args
-        says = "is" if given else "is not set, and the server would take"
+        says = "is" if given else "is not set: by SGLang's rule for this GPU a server takes"
         text = f"rollout.server_args.mem_fraction_static {says} {server.fraction:.2f}, but the "
         text += f"trainer beside it leaves {server.allowed:.2f}"
         problems.append(Problem("generate", where, over, text, fraction_only=True))

@@ -98,7 +98,7 @@ def _print_update_memory(console: Console, plan: Plan) -> None:
     if plan.host_memory:
         size = plan.host_memory / GIB
         console.print(
-            f"  optimizer state on the host while servers generate: {size:.0f} GiB a node"
+            f"  optimizer state on the host while servers generate: {_tenths(size)} GiB a node"
         )
 
 
@@ -137,7 +137,7 @@ def _print_step(console: Console, plan: Plan) -> None:
             generate.seconds,
             f"{generate.concurrency:.0f} samples a server (most {generate.most}); "
             f"memory busy {generate.bandwidth:.0%}, arithmetic {generate.compute:.0%}; the longest "
-            f"alone {generate.longest_seconds:,.0f} s",
+            f"alone {_tenths(generate.longest_seconds)} s",
         ),
         (
             "update",
@@ -150,14 +150,14 @@ def _print_step(console: Console, plan: Plan) -> None:
     if plan.handover_seconds:
         rows.append(("hand-over", plan.handover_seconds, "optimizer state to the host and back"))
     for name, seconds, note in rows:
-        table.add_row(name, f"{seconds:,.1f}", f"{seconds / total:.0%}", note)
+        table.add_row(name, _tenths(seconds), f"{seconds / total:.0%}", note)
     rate = work.tokens / total / plan.cluster.gpus
-    table.add_row("step", f"{total:,.1f}", "", f"{rate:,.0f} tokens a second and GPU", style="bold")
+    table.add_row("step", _tenths(total), "", f"{rate:,.0f} tokens a second and GPU", style="bold")
     console.print(table)
     console.print(
         f"  {work.samples:,} samples of {work.prompt_tokens:,} + {work.mean_response:,} tokens "
         f"(prompt + mean response): {work.tokens / 1e6:.2f} M tokens, "
-        f"{update.flops / 1e15:,.0f} PFLOP"
+        f"{_figures(update.flops / 1e15)} PFLOP"
     )
     if not plan.cluster.colocated:
         trainers = 1 - update.seconds / total
@@ -172,7 +172,9 @@ def _print_verdict(console: Console, plan: Plan, suggestions: list[Suggestion]) 
         spare = f"{room / GIB:.1f} GiB to spare on the fullest trainer GPU"
         console.print(f"[bold green]It fits[/], with {spare}.")
     else:
-        console.print("[bold red]It does not fit:[/]")
+        only_fraction = all(problem.fraction_only for problem in plan.memory.problems)
+        verdict = "It fits with one change:" if only_fraction else "It does not fit:"
+        console.print(f"[bold red]{verdict}[/]")
         for problem in plan.memory.problems:
             over = f", {problem.over / GIB:.1f} GiB too much" if problem.over else ""
             console.print(
@@ -221,12 +223,21 @@ def _table(title: str, first: str) -> Table:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
+    return _tenths(size / GIB)
+
+
+def _tenths(value: float) -> str:
+    """To a tenth; what is not nothing is not shown as nothing."""
+    return "<0.1" if 0 < value < 0.1 else f"{value:,.1f}"
 
 
 def _total(size: float, capacity: float) -> str:
     text = _gib(size)
     return f"[red]{text} !![/]" if size > capacity else text
+
+
+def _figures(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def plan_as_dict(plan: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
