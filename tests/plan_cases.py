@@ -51,7 +51,8 @@ def measure(model: str, run_dir: str, lengths: list[int], overrides: list[str]) 
 
     from megatron_opo.train import open_shared_bucket
 
-    actor = open_actor(model, run_dir, overrides)
+    # With the operations that GPUs have, too, which is what plans are of.
+    actor = open_actor(model, run_dir, ["rollout.deterministic=false", *overrides])
     result: dict[str, Any] = {}
     if actor.parallel.pp_size == 1:
         result |= _measure_a_pass(actor, lengths)

@@ -99,10 +99,12 @@ def _experts_saved(model: Model, layout: Layout, step: Pass) -> dict[str, float]
     rows = rows_per_rank(step.tokens, layout)
     arriving = expert_rows(model, layout, step.tokens)
     ffn = a.experts.ffn / layout.expert_tensor
-    chosen = a.experts.per_token * (2 * INDEX + FLOAT)
+    # The chosen experts and their order; of all a map, their probabilities and the weights.
+    of_row = a.experts.per_token * 2 * INDEX + a.experts.count * (1 + 2 * FLOAT)
+    if a.experts.normalize:  # the weights before that, their sum, and of which it is
+        of_row += a.experts.count * FLOAT + FLOAT + a.experts.per_token * INDEX
     return {
-        # The chosen experts with their weights and order, and a map and weights of all.
-        "router": rows * (a.experts.count * (1 + FLOAT) + chosen),
+        "router": rows * of_row,
         "tokens of experts": arriving * (a.hidden * b + FLOAT),
         # As of a dense MLP, and the product once more before the router's weight is applied.
         "experts": arriving * 6 * ffn * b,
