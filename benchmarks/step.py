@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import torch
 from training_runs import (
@@ -72,6 +73,9 @@ def shared_server(task: Path) -> Iterator[str]:
     (server,) = launch_servers(config, model, task / "logs", "cpu")
     with closing(server):
         wait_healthy([server], config.start_timeout_s)
+        # As a run does with servers of its own: each sync would search it all for garbage.
+        request = Request(server.url + "/freeze_gc", b"{}", server.headers, method="POST")
+        urlopen(request).close()
         yield server.url
 
 

@@ -140,8 +140,8 @@ def measure(
 ) -> dict[str, list[float]]:
     flat = torch.cat([tensor.view(torch.uint8).flatten() for tensor in weights.values()])
     bucket = bucket_mb * 2**20
-    largest = max(tensor.nbytes for tensor in weights.values())
-    shared = share_one(parts_of(bucket, largest), torch.device("cpu"))
+    sizes = [tensor.nbytes for tensor in weights.values()]
+    shared = share_one(parts_of(bucket, sizes), torch.device("cpu"))
     with (
         closing(shared),
         server_of(model, directory) as (config, server),

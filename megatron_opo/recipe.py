@@ -352,7 +352,7 @@ class SyncConfig(Section):
         description="shared_memory: servers are on the trainers' nodes; auto: that where they "
         "share GPUs, else distributed",
     )
-    bucket_mb: PositiveInt = Field(default=256, description="weights sent per message")
+    bucket_mb: PositiveInt = Field(default=512, description="weights sent per message")
     verify: bool = Field(default=True, description="compare checksums after each sync")
     timeout_s: PositiveFloat = Field(
         default=120.0,

@@ -6,6 +6,7 @@ program. On the other ranks `desk`, and whatever a stage returns, is None, whate
 """
 
 import gc
+import math
 import os
 import shutil
 import signal
@@ -43,7 +44,8 @@ from megatron_opo.rollout import Server, SharedBucket, SyncStats, parts_of, shar
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver, DriverFailed
 from megatron_opo.update import take_step
-from megatron_opo.weights.export import export_hf, largest_tensor
+from megatron_opo.weights.export import export_hf
+from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.load import load_hf, load_megatron
 from megatron_opo.weights.save import save_hf
 
@@ -301,8 +303,10 @@ def open_shared_bucket(recipe: Recipe, hf_config: dict, parallel: Parallel) -> S
     """What weights are sent by, where that is shared memory."""
     if recipe.transport(parallel.device.type) != "shared_memory":
         return None
-    largest = largest_tensor(hf_config) * getattr(torch, recipe.model.dtype).itemsize
-    parts = parts_of(recipe.sync.bucket_mb * 2**20, largest)
+    shapes = read_architecture(hf_config).hf_shapes().values()
+    width = getattr(torch, recipe.model.dtype).itemsize
+    sizes = [math.prod(shape) * width for shape in shapes]
+    parts = parts_of(recipe.sync.bucket_mb * 2**20, sizes)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world_size))
     return share_over_nodes(parts, parallel.device, ranks_per_node, parallel.control)
 

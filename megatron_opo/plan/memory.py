@@ -118,7 +118,8 @@ def bucket_bytes(model: Model, recipe: Recipe) -> int:
     if recipe.transport("cuda") != "shared_memory":
         return 0
     largest = model.largest_tensor * BYTES[recipe.model.dtype]
-    bucket = recipe.sync.bucket_mb * 2**20
+    weights = model.parameters * BYTES[recipe.model.dtype]
+    bucket = min(recipe.sync.bucket_mb * 2**20, weights)
     return max(bucket, largest) + bucket
 
 

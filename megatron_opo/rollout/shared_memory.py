@@ -195,9 +195,15 @@ def _filled(
         yield filled
 
 
-def parts_of(bucket: int, largest: int) -> tuple[int, int]:
-    """Bytes of a buffer's parts: each holds `bucket` bytes of weights, the first any weight."""
-    return _aligned(max(bucket, largest)), _aligned(bucket)
+def parts_of(bucket: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """Bytes of a buffer's parts: each holds `bucket` bytes of weights or all that there are, the
+    first any weight.
+
+    Args:
+        sizes: bytes of each weight.
+    """
+    bucket = min(_aligned(bucket), sum(map(_aligned, sizes)))
+    return max(bucket, _aligned(max(sizes))), bucket
 
 
 def share_one(parts: tuple[int, int], device: torch.device) -> SharedBucket:

@@ -78,11 +78,6 @@ def export_hf(
                 yield part.name, torch.empty(shape, dtype=dtype, device="meta")
 
 
-def largest_tensor(hf_config: dict[str, Any]) -> int:
-    """Elements of the largest tensor that `export_hf` yields."""
-    return read_architecture(hf_config).largest_tensor()
-
-
 def _agreed_parameters(
     model: Sequence[torch.nn.Module], architecture: Architecture, place: Place
 ) -> dict[str, torch.nn.Parameter]:
