@@ -68,6 +68,7 @@ ALLOWED = {
     "rollout_only": BASE
     | {"advantages", "checkpoint_files", "collect", "desk", "early"}
     | {"model_fit", "observe", "replay"},
+    "bisect": {"actor", "batch", "errors", "recipe", "recipe_file", "rollout", "weights"},
     "evaluation": BASE
     | {"checkpoint_source", "convert", "environment", "model_fit", "observe", "prompts"}
     | {"recipe_file", "rewards", "rollout", "rows", "runs", "stop", "weights"},
