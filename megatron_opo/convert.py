@@ -202,7 +202,7 @@ def quit_on_interrupt(message: str = "") -> None:
     signal.signal(signal.SIGINT, quit)
 
 
-def exit_with(work: Callable[[], int]) -> None:
+def exit_with(work: Callable[[], int], name: str = "converter") -> None:
     """Run and exit; errors meant for the user are shown without a traceback."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -212,11 +212,11 @@ def exit_with(work: Callable[[], int]) -> None:
         print("interrupted; nothing was left behind", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except Exception as error:
-        code = _show(error)
+        code = _show(error, name)
     sys.exit(code)
 
 
-def _show(error: Exception) -> int:
+def _show(error: Exception, name: str) -> int:
     if isinstance(error, OpoError):
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return EXIT_ERROR
@@ -224,5 +224,5 @@ def _show(error: Exception) -> int:
         print(f"error: {TOO_LITTLE_MEMORY}; nothing was left behind", file=sys.stderr)
         return EXIT_ERROR
     traceback.print_exception(error)
-    print("this is a bug in the converter; please report it", file=sys.stderr)
+    print(f"this is a bug in the {name}; please report it", file=sys.stderr)
     return EXIT_BUG

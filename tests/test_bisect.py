@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from megatron_opo.bisect import comparison, server_side
-from megatron_opo.bisect.command import prompts_of
+from megatron_opo.bisect.command import prompts_of, resolve
 from megatron_opo.bisect.operations import operations, queries_keys_values
 from megatron_opo.bisect.recording import Sequences
 from megatron_opo.errors import RecipeError
@@ -28,6 +29,7 @@ data: {{train: {{files: [unused.jsonl]}}}}
 """
 PROMPTS = [[5, 9, 12, 44, 7], list(range(2, 60))]
 START_TIMEOUT_S = 240.0
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 
 
 def config_of(directory: Path) -> dict:
@@ -220,3 +222,20 @@ def test_what_is_no_token_is_refused(text):
 def test_prompts_are_as_given_or_of_several_lengths():
     assert prompts_of(["1,2", " 8"], vocab=9) == [[1, 2], [8]]
     assert {len(prompt) for prompt in prompts_of(None, vocab=9)} == {1, 17, 64}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_any_recipe_becomes_one_of_one_rank(path, tmp_path):
+    options = SimpleNamespace(recipe=path, model=None, overrides=["seed=3"], dtype="float16")
+    recipe = resolve(options, tmp_path)
+    assert recipe.actor.smallest_world == recipe.actor.replica_size == 1
+    assert recipe.rollout.servers == recipe.rollout.tensor_parallel == 1
+    assert (recipe.seed, recipe.model.dtype) == (3, "float16")
+
+
+def test_a_model_needs_no_recipe(tmp_path):
+    model = tmp_path / "a 'model'"
+    options = SimpleNamespace(recipe=None, model=model, overrides=[], dtype=None)
+    recipe = resolve(options, tmp_path)
+    assert recipe.model.path == str(model)
+    assert recipe.model.dtype == "float32"

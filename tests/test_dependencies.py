@@ -24,6 +24,8 @@ ALLOWED = {
     "spmd": {"errors", "spans"},
     "stop": set(),
     "on_policy": {"batch", "errors"},
+    "gap_causes": set(),
+    "gap_report": {"batch", "gap_causes", "on_policy", "recipe"},
     "advantages": BASE | {"kernel_build"},
     "rows": BASE | {"procedural"},
     "procedural": BASE,
@@ -58,7 +60,7 @@ ALLOWED = {
     | {"spmd", "stop"},
     "replay": {"batch", "errors"},
     "collect": BASE | {"advantages", "desk", "dynamic_sampling", "observe", "replay"},
-    "update": BASE | {"actor", "advantages", "collect", "desk", "replay", "spmd"},
+    "update": BASE | {"actor", "advantages", "collect", "desk", "gap_report", "replay", "spmd"},
     "profiling": BASE | {"desk", "observe", "spans", "spmd"},
     "train": BASE
     | {"actor", "checkpoint_source", "collect", "desk", "model_fit", "observe", "on_policy"}

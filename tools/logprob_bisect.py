@@ -3,16 +3,16 @@
     python tools/logprob_bisect.py --recipe recipes/quickstart_cpu.yaml
     python tools/logprob_bisect.py --model models/Qwen3-8B --dtype bfloat16 --response-tokens 32
 
-Starts one SGLang server with the recipe's settings, has it sample responses, and gives the trainer's
-model the same tokens. Both record what each operation of each layer gives: a table shows from the
-embedding to the logprob how many values are equal to the bit, and how far the others are apart, for
-tokens that the server computed in a prefill and in a decode. Below it stands the first operation
-that differs, with its likely causes.
+Starts one SGLang server with the recipe's settings, has it sample responses, and gives the model of
+the trainer the same tokens. Both record what each operation of each layer gives: a table shows from
+the embedding to the logprob how many values are equal to the bit, and how far the others are apart,
+for tokens that the server computed in a prefill and in a decode. Below it stands the first
+operation that differs, with its likely causes.
 
 One server of one rank, one trainer rank, one after the other, so that a GPU holds one model at a
-time; layouts of the recipe are set to 1. Not supported: tensor parallelism, quantised models, models
-that SGLang runs by its transformers backend. Exit codes: 0 all equal, 1 something differs, 2 an
-error, 3 a bug, with its traceback, 130 interrupted.
+time; layouts of the recipe are set to 1. Not supported: tensor parallelism, quantised models, and
+models that SGLang runs by its transformers backend. Exit codes: 0 all equal, 1 something differs,
+2 an error, 3 a bug, with its traceback, 130 interrupted.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
 
     from megatron_opo.convert import exit_with
 
-    exit_with(lambda: run(options))
+    exit_with(lambda: run(options), "tool")
 
 
 if __name__ == "__main__":

@@ -21,10 +21,13 @@ ONE_RANK = (
     "actor.context_parallel=1",
     "actor.sequence_parallel=false",
     "actor.expert_parallel=1",
+    "actor.expert_tensor_parallel=null",
     "actor.data_parallel=null",
     "rollout.tensor_parallel=1",
     "rollout.servers=1",
     "rollout.urls=[]",
+    "rollout.nodes=0",
+    "rollout.hand_over_memory=null",
 )
 ANY_RECIPE = """
 name: logprob_bisect
