@@ -42,7 +42,7 @@ class Sample:
     `reward_error` then says why. `loss_mask` is None where the policy sampled the whole response;
     otherwise it says of which tokens it did (in a response of several turns what others said
     stands between them; their logprobs are 0). `added` are these others' parts of `text`: ranges
-    of characters, from and up to.
+    of characters, from and up to. `cached_tokens` of the prompt were in the cache of its server.
     """
 
     group_id: str
@@ -58,6 +58,7 @@ class Sample:
     reward_error: str | None = None
     loss_mask: tuple[bool, ...] | None = None
     added: tuple[tuple[int, int], ...] = ()
+    cached_tokens: int = field(default=0, compare=False)  # where it was made, not what it is
 
     @property
     def length(self) -> int:

@@ -68,7 +68,8 @@ class Desk:
     """`drawn`, `drawn_from` (the cursor's state before) and `samplings` are of the step in hand;
     `skipped_updates` were skipped since the last one; `servers_lost` is of the latest
     `unless_servers_lost`; `owes_eval` while an evaluation has begun and is not logged; `reasons`
-    are those that were shown for samples without a reward, without their digits."""
+    are those that were shown for samples without a reward, without their digits; `probed` was the
+    latest probe."""
 
     recipe: Recipe
     log: RunLog
@@ -88,6 +89,7 @@ class Desk:
     skipped_updates: int = 0
     servers_lost: bool = False
     reasons: set[str] = field(default_factory=set)
+    probed: list[Group] = field(default_factory=list)
 
     def wait_until_ready(self) -> None:
         """The servers answer."""
@@ -277,11 +279,11 @@ class Desk:
             temperature=self.recipe.rollout.temperature,
             max_response_tokens=min(PROBE_TOKENS, self.recipe.rollout.max_response_tokens),
         )
-        unscored = [
+        self.probed = [
             group.with_samples(replace(sample, reward=0.0) for sample in group.samples)
             for group in groups
         ]
-        return pack(unscored)
+        return pack(self.probed)
 
     def rollout_metrics(self) -> dict[str, float]:
         """Of the step in hand; what dynamic sampling dropped is counted only here."""

@@ -43,28 +43,40 @@ def check_agreement(
         OnPolicyError: a gap is past its bound or not a number; lists the tokens that differ most.
     """
     metrics = agreement_metrics(batch, logprobs)
-    largest, mean = metrics["on_policy/logprob_gap_max"], metrics["on_policy/logprob_gap_mean"]
-    if largest <= max_gap and mean <= mean_gap:
+    problem = disagreement(metrics, max_gap=max_gap, mean_gap=mean_gap)
+    if not problem:
         return metrics
+    lines = [_describe(batch, logprobs, place) for place in worst_tokens(batch, logprobs)]
     raise OnPolicyError(
-        f"the actor and the rollout servers disagree on the sampled tokens: gap mean {mean:.3g} "
-        f"(allowed algorithm.mean_logprob_gap {mean_gap:g}), max {largest:.3g} (allowed "
-        f"algorithm.max_logprob_gap {max_gap:g}) nats. No update was made. The worst tokens:\n"
-        + _worst_tokens(batch, logprobs)
+        "\n".join([f"{problem} The worst tokens:", *lines])
         + "\nLikely causes: another temperature on one side, stale weights on a server, a weight "
         "map that does not fit the model, or a dtype that is too coarse"
     )
 
 
-def _worst_tokens(batch: PackedBatch, logprobs: torch.Tensor, count: int = 5) -> str:
-    gap = (logprobs - batch.rollout_logprobs).abs()
-    gap = torch.where(batch.loss_mask, gap, -1.0).nan_to_num(nan=torch.inf)
-    lines = []
-    for t in gap.topk(min(count, gap.numel())).indices.tolist():
-        sequence = int(torch.searchsorted(batch.cu_seqlens, t, right=True)) - 1
-        lines.append(
-            f"  sample {int(batch.sample_ids[sequence])}, position "
-            f"{t - int(batch.cu_seqlens[sequence])}, token {int(batch.tokens[t])}: actor "
-            f"{logprobs[t]:.5f}, server {batch.rollout_logprobs[t]:.5f}"
-        )
-    return "\n".join(lines)
+def disagreement(metrics: dict[str, float], *, max_gap: float, mean_gap: float) -> str:
+    """What is past its bound in `agreement_metrics`; "" if nothing is."""
+    largest, mean = metrics["on_policy/logprob_gap_max"], metrics["on_policy/logprob_gap_mean"]
+    if largest <= max_gap and mean <= mean_gap:
+        return ""
+    return (
+        f"the actor and the rollout servers disagree on the sampled tokens: gap mean {mean:.3g} "
+        f"(allowed algorithm.mean_logprob_gap {mean_gap:g}), max {largest:.3g} (allowed "
+        f"algorithm.max_logprob_gap {max_gap:g}) nats. No update was made."
+    )
+
+
+def worst_tokens(batch: PackedBatch, logprobs: torch.Tensor, count: int = 5) -> list[int]:
+    """Places in the batch of the loss tokens that differ most; what is no number comes first."""
+    gap = (logprobs - batch.rollout_logprobs).abs().nan_to_num(nan=torch.inf)
+    gap = torch.where(batch.loss_mask, gap, -1.0)
+    return gap.topk(min(count, int(batch.loss_mask.sum()))).indices.tolist()
+
+
+def _describe(batch: PackedBatch, logprobs: torch.Tensor, place: int) -> str:
+    sequence = int(torch.searchsorted(batch.cu_seqlens, place, right=True)) - 1
+    return (
+        f"  sample {int(batch.sample_ids[sequence])}, position "
+        f"{place - int(batch.cu_seqlens[sequence])}, token {int(batch.tokens[place])}: actor "
+        f"{logprobs[place]:.5f}, server {batch.rollout_logprobs[place]:.5f}"
+    )

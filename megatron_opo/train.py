@@ -32,7 +32,7 @@ from megatron_opo.batch import PackedBatch
 from megatron_opo.checkpoint_source import find_checkpoint
 from megatron_opo.collect import collect, log_step
 from megatron_opo.desk import Desk, open_desk, phase
-from megatron_opo.errors import CheckpointError, OpoError
+from megatron_opo.errors import CheckpointError, OnPolicyError, OpoError
 from megatron_opo.model_fit import check_model
 from megatron_opo.observe.console import Console
 from megatron_opo.observe.report import REPORT, write_report
@@ -43,7 +43,7 @@ from megatron_opo.recipe import Recipe
 from megatron_opo.rollout import Server, SharedBucket, SyncStats, parts_of, share_over_nodes
 from megatron_opo.runs import EXPORTS, Checkpoint, exports
 from megatron_opo.spmd import Driver, DriverFailed
-from megatron_opo.update import take_step
+from megatron_opo.update import explain_gap, take_step
 from megatron_opo.weights.export import export_hf
 from megatron_opo.weights.hf_config import read_architecture
 from megatron_opo.weights.load import load_hf, load_megatron
@@ -392,12 +392,15 @@ def check_probe(actor: Actor, desk: Desk, driver: Driver, on_servers: OnServers)
     def compare() -> None:
         temperature = desk.recipe.rollout.temperature
         algorithm = desk.recipe.algorithm
-        metrics = check_agreement(
-            batch,
-            scores.logprobs,
-            max_gap=algorithm.max_logprob_gap,
-            mean_gap=algorithm.mean_logprob_gap,
-        )
+        try:
+            metrics = check_agreement(
+                batch,
+                scores.logprobs,
+                max_gap=algorithm.max_logprob_gap,
+                mean_gap=algorithm.mean_logprob_gap,
+            )
+        except OnPolicyError:
+            raise OnPolicyError(explain_gap(batch, scores, desk.probed, desk)) from None
         desk.log.note(
             f"servers and actor agree on {int(batch.loss_mask.sum())} probe tokens at temperature "
             f"{temperature:g}: logprob gap max {metrics['on_policy/logprob_gap_max']:.2g}"

@@ -6,12 +6,13 @@ As in `train`: all ranks call these together; `desk` and `batch` are None elsewh
 import torch
 
 from megatron_opo.actor.shift import PolicyShift
-from megatron_opo.actor.step import Actor
+from megatron_opo.actor.step import Actor, Scores
 from megatron_opo.advantages import NEEDS_SCORES, token_energies
-from megatron_opo.batch import PackedBatch
+from megatron_opo.batch import Group, PackedBatch
 from megatron_opo.collect import keep_batch, write_advantages
 from megatron_opo.desk import Desk, phase
 from megatron_opo.errors import LogError, NonFiniteError, OnPolicyError
+from megatron_opo.gap_report import describe_gap
 from megatron_opo.replay import failed_batch_path, replay_command
 from megatron_opo.spmd import Driver
 
@@ -43,10 +44,12 @@ def take_step(
         problem = error
         driver.run(lambda: skip_or_stop(desk, batch, version, problem))
         return {}
-    except OnPolicyError as error:
+    except OnPolicyError:
         if not driver.is_here:
             raise
-        raise OnPolicyError(f"{error}\n{keep_failed(desk, batch, version)}") from None
+        assert actor.scores is not None, "it is by them that the batch was refused"
+        said = explain_gap(batch, actor.scores, desk.drawn.groups, desk)
+        raise OnPolicyError(f"{said}\n{keep_failed(desk, batch, version)}") from None
     if shift is not None:
         with phase(desk, driver, "policy_shift"):
             metrics |= shift.measure(batch)
@@ -85,6 +88,18 @@ def skip_or_stop(desk: Desk, batch: PackedBatch, version: int, error: NonFiniteE
         return
     after = f", after {MOST_SKIPS} that were skipped" if may_skip else ""
     raise NonFiniteError(f"{error}{after}.\n{kept}") from None
+
+
+def explain_gap(batch: PackedBatch, scores: Scores, groups: list[Group], desk: Desk) -> str:
+    """What is said where servers and actor disagree on a batch that was packed of `groups`."""
+    return describe_gap(
+        batch,
+        scores,
+        groups,
+        desk.recipe,
+        desk.log.decode,
+        desk.rollout.differing_weights(),
+    )
 
 
 def keep_failed(desk: Desk, batch: PackedBatch, version: int) -> str:

@@ -26,6 +26,8 @@ ALLOWED = {
     "spmd": {"errors", "spans"},
     "stop": set(),
     "on_policy": {"batch", "errors"},
+    "gap_causes": set(),
+    "gap_report": {"batch", "gap_causes", "on_policy", "recipe"},
     "advantages": BASE | {"kernel_build"},
     "rows": BASE | {"procedural"},
     "procedural": BASE,
@@ -62,7 +64,7 @@ ALLOWED = {
     | {"spmd", "start_summary", "stop"},
     "replay": {"batch", "errors"},
     "collect": BASE | {"advantages", "desk", "dynamic_sampling", "observe", "replay"},
-    "update": BASE | {"actor", "advantages", "collect", "desk", "replay", "spmd"},
+    "update": BASE | {"actor", "advantages", "collect", "desk", "gap_report", "replay", "spmd"},
     "profiling": BASE | {"desk", "observe", "spans", "spmd"},
     "train": BASE
     | {"actor", "checkpoint_source", "collect", "desk", "model_fit", "observe", "on_policy"}
@@ -84,6 +86,7 @@ ALLOWED = {
         "train",
         "train_only",
     },
+    "bisect": {"actor", "batch", "errors", "recipe", "recipe_file", "rollout", "weights"},
     "evaluation": BASE
     | {"checkpoint_source", "convert", "environment", "model_fit", "observe", "prompts"}
     | {"recipe_file", "rewards", "rollout", "rows", "runs", "stop", "weights"},

@@ -484,3 +484,17 @@ def test_values_whose_sum_overflows_are_sent_and_what_is_not_finite_is_not(dtype
     weights = iter([("w", torch.tensor(numbers, dtype=dtype))])
     with pytest.raises(WeightError, match="w: holds values") if broken else nullcontext():
         assert [name for name, _ in sendable(weights, torch.float32, "cpu")] == ["w"]
+
+
+def test_weights_that_somebody_else_changed_are_noticed(qwen_pool):
+    rollout = qwen_pool.rollout()
+    assert rollout.differing_weights() is None, "nothing was sent yet"
+    weights = qwen_pool.weights()
+    rollout.sync(iter(weights.items()), qwen_pool.next_version())
+    assert rollout.differing_weights() == ""
+    changed = weights | {NORM_1: weights[NORM_1] + 0.5}
+    qwen_pool.rollout().sync(iter(changed.items()), qwen_pool.next_version())
+    said = rollout.differing_weights()
+    assert "1 of 34 weights are not what the trainer sent" in said
+    assert NORM_1 in said
+    rollout.sync(iter(weights.items()), qwen_pool.next_version())

@@ -28,6 +28,7 @@ def failing_updates(model: str, run_dir: str, overrides: list[str]):
         log = RunLog(recipe.run_path, recipe_text="", versions={}, total_steps=9, quiet=True)
         drawn = Drawn([], [], 0)
         desk = SimpleNamespace(recipe=recipe, log=log, drawn=drawn, skipped_updates=0)
+        desk.rollout = SimpleNamespace(differing_weights=lambda: None)
 
     def attempt(batch) -> tuple[str, dict, int]:
         try:

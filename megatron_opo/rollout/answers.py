@@ -147,6 +147,7 @@ def _read_sample(
         finish_reason=finish,
         text=str(item.get("text", "")),
         server=server,
+        cached_tokens=count(item, "cached_tokens"),
     )
 
 

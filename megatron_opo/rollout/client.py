@@ -252,6 +252,15 @@ class Rollout:
         self.needs_sync = False
         return stats
 
+    def differing_weights(self) -> str | None:
+        """In what way servers hold other weights than the latest `sync` sent them, "" if they hold
+        the same; None where they cannot be asked (sync.verify is off, nothing was sent yet, they
+        have given their memory back, or do not answer)."""
+        try:
+            return asyncio.run(self._sync.differing(list(self.serving)))
+        except ServerError:
+            return None
+
     def release(self, on_wait: OnWait | None = None) -> None:
         """Have the servers give the memory of weights and cache back; the next `sync` takes it.
 

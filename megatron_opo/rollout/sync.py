@@ -275,6 +275,7 @@ class WeightSync:
         self._buffers: list[torch.Tensor] = []
         self._released: dict[Server, list[str]] = {}
         self._frozen: set[Server] = set()
+        self._verified: ExpectedChecksums | None = None
 
     def forget(self, server: Server) -> None:
         """It was lost, and what answers now has all of its memory, and is in no group."""
@@ -325,6 +326,22 @@ class WeightSync:
                     await call(session, server, "/freeze_gc", {}, timeout_s=self._timeout_s)
                 self._frozen.add(server)
 
+    async def differing(self, servers: list[Server]) -> str | None:
+        """What `servers` hold else than the latest update sent them, "" if nothing; None where that
+        cannot be told: none was verified, or a server has given its memory back.
+
+        Raises:
+            ServerError: a server does not answer.
+        """
+        if self._verified is None or any(self._released.get(server) for server in servers):
+            return None
+        async with aiohttp.ClientSession() as session:
+            try:
+                await verify(session, servers, self._verified, self._timeout_s)
+            except WeightError as error:
+                return str(error)
+        return ""
+
     async def update(self, servers: list[Server], weights: Weights, version: int) -> SyncStats:
         """Replace all weights; see `Rollout.sync`."""
         start, spans = time.monotonic(), self._spans
@@ -336,7 +353,7 @@ class WeightSync:
                 sampling = [server for server in servers if not self._released.get(server)]
                 await open_update(session, sampling, timeout_s)
                 await self._resume(session, servers, WEIGHTS)
-            expected = None
+            expected = self._verified = None
             if self._config.verify:
                 expected = ExpectedChecksums(
                     placement.tensor_parallel,
@@ -350,6 +367,7 @@ class WeightSync:
             if expected is not None:
                 with spans.of("verify"):
                     compared = await verify(session, servers, expected, timeout_s)
+                self._verified = expected
             with spans.of("close"):
                 # What this process's allocator still holds may be what the cache needs.
                 torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Where do a server and the trainer compute different numbers for the same tokens?"""
