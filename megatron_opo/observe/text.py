@@ -48,6 +48,8 @@ def number(value: float | None) -> str:
         return "-"
     if not math.isfinite(value):
         return str(float(value))
+    if value == 0:
+        return "0"
     size = abs(value)
     if size >= 1e5 or 0 < size < 1e-3:
         return f"{value:.1e}"
