@@ -252,8 +252,8 @@ def few_tokens(tokens: Tokens, floor: float) -> str:
     if not 0 < differ <= SPARSE * len(tokens) or tokens.size.max() < 4 * floor:
         return ""
     return (
-        f"only {differ} of {len(tokens)} tokens differ by more than rounding. Where they are "
-        "of one sample or one server, its memory was damaged; where they are rare words, look at "
+        f"only {differ} of {len(tokens)} tokens differ by more than rounding. Where they are of "
+        "one sample or one server, its memory was damaged; where they are rare words, look at "
         "their rows of the embedding and of the output layer"
     )
 
