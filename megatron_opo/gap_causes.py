@@ -12,6 +12,8 @@ import torch
 
 # Fewer tokens than this show no pattern; of more than that, some are enough.
 FEWEST, MOST = 32, 20_000
+# One number that explains as many gaps is no accident.
+FEWEST_GAPS = 12
 LEAST_SPREAD = 0.05
 # Between what is right and what is not.
 APART = 10.0
@@ -71,7 +73,8 @@ def causes(tokens: Tokens, servers: Sequence[str], *, temperature: float, dtype:
         temperature: the recipe's.
         dtype: the model's, as the recipe says it.
     """
-    tokens = telling(tokens)
+    every = finite(tokens)
+    tokens = every.where(every.spread > LEAST_SPREAD)
     found = []
     floor = ROUNDING[dtype]
     if apart := servers_apart(tokens, floor):
@@ -80,9 +83,10 @@ def causes(tokens: Tokens, servers: Sequence[str], *, temperature: float, dtype:
             f"all tokens that differ were sampled by {names}, and the others' agree: stale or "
             "damaged weights there, or another version or option of SGLang"
         )
-        tokens = tokens.where(torch.isin(tokens.origin, torch.tensor(apart)))
+        every, tokens = (
+            each.where(torch.isin(each.origin, torch.tensor(apart))) for each in (every, tokens)
+        )
     patterns = (
-        lambda: other_temperature(tokens, temperature),
         lambda: after_cache_hits(tokens, floor),
         lambda: decode_or_prefill(tokens, floor),
         lambda: from_a_position_on(tokens, floor),
@@ -91,15 +95,16 @@ def causes(tokens: Tokens, servers: Sequence[str], *, temperature: float, dtype:
         lambda: other_weights(tokens, dtype),
         lambda: few_tokens(tokens, floor),
     )
+    if text := other_temperature(every, temperature, floor):
+        return [*found, text]
     if len(tokens) >= FEWEST:
         found += [text for pattern in patterns if (text := pattern())][:1]
     return found
 
 
-def telling(tokens: Tokens) -> Tokens:
-    """Those that a change of the logits shows in; not more than are needed."""
-    finite = (tokens.server - tokens.actor).isfinite()
-    tokens = tokens.where(finite & (tokens.spread > LEAST_SPREAD))
+def finite(tokens: Tokens) -> Tokens:
+    """Those whose logprobs are numbers; not more than are needed."""
+    tokens = tokens.where((tokens.server - tokens.actor).isfinite())
     if len(tokens) <= MOST:
         return tokens
     return tokens.where(torch.linspace(0, len(tokens) - 1, MOST).long())
@@ -118,10 +123,13 @@ def servers_apart(tokens: Tokens, floor: float) -> list[int]:
     return [each for each, size in sizes.items() if size > worst / APART**0.5]
 
 
-def other_temperature(tokens: Tokens, temperature: float) -> str:
-    """At 1/b of the temperature a logprob is b log p - log sum_v p_v^b. Of the sum three things are
-    known: its value at b = 1, its slope there (the entropy) and its value at b = 2."""
+def other_temperature(tokens: Tokens, temperature: float, floor: float) -> str:
+    """Of all tokens, also those that are nearly certain. At 1/b of the temperature a logprob is
+    b log p - log sum_v p_v^b. Of the sum three things are known: its value at b = 1, its slope
+    there (the entropy) and its value at b = 2."""
     gap = tokens.server - tokens.actor
+    if (gap.abs() > floor).sum() < FEWEST_GAPS:
+        return ""
     curvature = tokens.sum_squared_probs.log() + tokens.entropy
     step = torch.linspace(-1.2, 1.2, 241, dtype=torch.float64).exp()[:, None] - 1  # b - 1
     step = step[step[:, 0].abs() > 0.01]
@@ -252,8 +260,8 @@ def few_tokens(tokens: Tokens, floor: float) -> str:
     if not 0 < differ <= SPARSE * len(tokens) or tokens.size.max() < 4 * floor:
         return ""
     return (
-        f"only {differ} of {len(tokens)} tokens differ by more than rounding. Where they are "
-        "of one sample or one server, its memory was damaged; where they are rare words, look at "
+        f"only {differ} of {len(tokens)} tokens differ by more than rounding. Where they are of "
+        "one sample or one server, its memory was damaged; where they are rare words, look at "
         "their rows of the embedding and of the output layer"
     )
 

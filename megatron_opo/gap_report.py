@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from megatron_opo.batch import Group, PackedBatch, Sample
-from megatron_opo.gap_causes import Tokens, causes
+from megatron_opo.gap_causes import ROUNDING, Tokens, causes
 from megatron_opo.on_policy import agreement_metrics, disagreement, worst_tokens
 from megatron_opo.recipe import Recipe
 
@@ -63,10 +63,13 @@ def describe_gap(
     if weights_differ:
         lines.append(f"Servers hold other weights than they were sent:\n{weights_differ}")
     elif not found:
-        lines.append(
-            f"The gaps show no pattern: so does rounding in {recipe.model.dtype}. {BISECT} "
-            "names the operations that round differently"
-        )
+        largest = (scores.logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max().item()
+        dtype = recipe.model.dtype
+        if largest <= 4 * ROUNDING[dtype]:
+            lines.append(f"The gaps show no pattern: so does rounding in {dtype}.")
+        else:
+            lines.append(f"The gaps show no known pattern, and are no rounding in {dtype}.")
+        lines[-1] += f" {BISECT} names the first operation that differs."
     lines += [f"Likely cause: {each}." for each in found]
     if weights_differ == "":
         lines.append("The servers hold the weights that they were sent: compared once more.")

@@ -226,11 +226,11 @@ def test_prompts_are_as_given_or_of_several_lengths():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_any_recipe_becomes_one_of_one_rank(path, tmp_path):
-    options = SimpleNamespace(recipe=path, model=None, overrides=["seed=3"], dtype="float16")
+    options = SimpleNamespace(recipe=path, model=None, overrides=["seed=3"], dtype="bfloat16")
     recipe = resolve(options, tmp_path)
     assert recipe.actor.smallest_world == recipe.actor.replica_size == 1
     assert recipe.rollout.servers == recipe.rollout.tensor_parallel == 1
-    assert (recipe.seed, recipe.model.dtype) == (3, "float16")
+    assert (recipe.seed, recipe.model.dtype) == (3, "bfloat16")
 
 
 def test_a_model_needs_no_recipe(tmp_path):

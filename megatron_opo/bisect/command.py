@@ -47,9 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.field=value", help="changes to the recipe"
     )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the model, on both sides"
-    )
+    parser.add_argument("--dtype", metavar="DTYPE", help="model.dtype of both sides")
     parser.add_argument(
         "--tokens",
         action="append",
