@@ -245,7 +245,7 @@ def reference_update(path, batch: PackedBatch, chosen: CorrectionConfig):
     """Metrics and weights after a step of clipped AdamW in float64."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     # Which a server samples like any other, and transformers would give no gradient.
-    model.get_input_embeddings().padding_idx = None
+    model.get_input_embeddings().padding_idx = None  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -273,7 +273,8 @@ def corrected_updates(model: str, run_dir: str, layout: list[str], cases: list[s
         overrides = [*layout, f"algorithm.correction={case}"]
         actor = open_actor(model, f"{run_dir}_{i}", overrides, parallel)
         parallel = actor.parallel
-        metrics = actor.update(batch if actor.driver.is_here else None, version=0)
+        here = batch if actor.driver.is_here else None
+        metrics = actor.update(here, version=0)  # pyright: ignore[reportArgumentType]
         results.append((metrics, exported(actor)))
     return results
 

@@ -354,7 +354,7 @@ class Actor:
             micro_batch.sequences.to(logprobs.device),
             micro_batch.num_sequences,
             self.correction,
-            group=parallel_state.get_context_parallel_group(),
+            group=parallel_state.get_context_parallel_group(),  # pyright: ignore[reportArgumentType]
         )
 
     def _score_rows(self, hidden, model, micro_batch: MicroBatch):
