@@ -131,12 +131,18 @@ class PackedBatch:
         return cumulative[self.cu_seqlens].diff()
 
     @property
+    def loss_sequences(self) -> torch.Tensor:
+        """[L] of each token that carries loss, which sequence it stands in."""
+        lengths = self.response_lengths
+        return torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+
+    @property
     def mean_advantages(self) -> torch.Tensor:
         """[N] float64, over the tokens that carry loss; NaN where there are none."""
         lengths = self.response_lengths
-        sequence = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
         sums = torch.zeros(lengths.numel(), dtype=torch.float64)
-        return sums.index_add_(0, sequence, self.advantages[self.loss_mask].double()) / lengths
+        advantages = self.advantages[self.loss_mask].double()
+        return sums.index_add_(0, self.loss_sequences, advantages) / lengths
 
     def select(self, sequences: list[int]) -> "PackedBatch":
         """The given sequences, in that order. Group structure is dropped: advantages are set."""

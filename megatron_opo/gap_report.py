@@ -44,11 +44,9 @@ def describe_gap(
             the same ones; None where they could not be asked.
     """
     samples = [sample for group in groups for sample in group.samples]
-    problem = disagreement(
-        agreement_metrics(batch, scores.logprobs),
-        max_gap=recipe.algorithm.max_logprob_gap,
-        mean_gap=recipe.algorithm.mean_logprob_gap,
-    )
+    max_gap, mean_gap = recipe.algorithm.gap_bounds
+    metrics = agreement_metrics(batch, scores.logprobs)
+    problem = disagreement(metrics, max_gap=max_gap, mean_gap=mean_gap)
     lines = [
         f"{problem} The worst tokens:",
         *(

@@ -19,19 +19,41 @@ def kl_estimate(difference: torch.Tensor) -> float:
     return (difference.expm1() - difference).mean().item()
 
 
+def effective_share(weights: torch.Tensor) -> float:
+    """(sum w)^2 / (n sum w^2) of weights [n] that are not negative: the effective sample size of n
+    samples that are weighed by them, as a share of n. 1 where all are equal, 0 where all are 0."""
+    weights = weights.double()
+    squares = weights.square().sum()
+    if squares == 0:
+        return 0.0
+    return (weights.sum().square() / (weights.numel() * squares)).item()
+
+
 def agreement_metrics(batch: PackedBatch, logprobs: torch.Tensor) -> dict[str, float]:
     """Gap between the actor's `logprobs` [T] and the servers' over the loss tokens.
 
-    `on_policy/kl` estimates KL(server || actor), see `kl_estimate`.
+    `on_policy/kl` estimates KL(server || actor), see `kl_estimate`. `on_policy/ess_tokens` and
+    `ess_sequences` are `effective_share` of the ratios actor / server of tokens and of whole
+    responses: what would be left of the samples if these weighed them.
     """
     difference = (logprobs - batch.rollout_logprobs)[batch.loss_mask].double()
     gap = difference.abs()
+    lengths = batch.response_lengths
+    of_sequences = torch.zeros(lengths.numel(), dtype=torch.float64)
+    of_sequences.index_add_(0, batch.loss_sequences, difference)
     return {
         "on_policy/logprob_gap_mean": gap.mean().item(),
         "on_policy/logprob_gap_max": gap.max().item(),
         "on_policy/equal_tokens": (gap == 0).double().mean().item(),
         "on_policy/kl": kl_estimate(difference),
+        "on_policy/ess_tokens": effective_share(_relative_ratios(difference)),
+        "on_policy/ess_sequences": effective_share(_relative_ratios(of_sequences[lengths > 0])),
     }
+
+
+def _relative_ratios(differences: torch.Tensor) -> torch.Tensor:
+    """exp of them up to a common factor, so that none is too large."""
+    return (differences - differences.max()).exp()
 
 
 def check_agreement(

@@ -360,6 +360,45 @@ class SyncConfig(Section):
     )
 
 
+class CorrectionConfig(Section):
+    """Importance weights for tokens to which trainer and servers give different probabilities;
+    docs/on_policy.md has the formulas."""
+
+    kind: Literal["none", "truncate", "mask"] = Field(
+        default="none",
+        description="weigh by the ratio trainer / server: truncate: at most upper (TIS); mask: 0 "
+        "where it is not from lower to upper (IcePop, MIS)",
+    )
+    level: Literal["token", "sequence", "geometric"] = Field(
+        default="token",
+        description="whose ratio: the token's, the product over its response, or the geometric "
+        "mean over it",
+    )
+    upper: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        default=2.0, description="the highest ratio"
+    )
+    lower: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="mask: the lowest ratio; null: 1 / upper"
+    )
+
+    @property
+    def lowest(self) -> float:
+        """`lower`, decided."""
+        return 1 / self.upper if self.lower is None else self.lower
+
+    @model_validator(mode="after")
+    def _has_effect(self):
+        needs = {"level": ("truncate", "mask"), "upper": ("truncate", "mask"), "lower": ("mask",)}
+        for name, kinds in needs.items():
+            given = getattr(self, name)
+            if self.kind not in kinds and given != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"`{name}` is {given} but `kind` is {self.kind}, which does not use it: set "
+                    f"kind to {' or '.join(kinds)}, or drop `{name}`"
+                )
+        return self
+
+
 class AlgorithmConfig(Section):
     """From rewards to the loss, and what must hold for it."""
 
@@ -382,13 +421,27 @@ class AlgorithmConfig(Section):
         description="how much each token counts: the mean over all tokens, or a mean over "
         "responses of the sum, the mean, or the sum over max_response_tokens",
     )
-    max_logprob_gap: PositiveFloat = Field(
-        default=0.5,
-        description="stop when |logp_trainer - logp_server| of any token exceeds this (nats)",
+    max_logprob_gap: PositiveFloat | None = Field(
+        default=None,
+        description="stop when |logp_trainer - logp_server| of any token exceeds this (nats); "
+        "null: 0.5, and no bound with a correction",
     )
-    mean_logprob_gap: PositiveFloat = Field(
-        default=0.03, description="stop when the mean over a step's tokens exceeds this (nats)"
+    mean_logprob_gap: PositiveFloat | None = Field(
+        default=None,
+        description="stop when the mean over a step's tokens exceeds this (nats); null: 0.03, and "
+        "0.1 with a correction",
     )
+    correction: CorrectionConfig = Field(
+        default=CorrectionConfig(),
+        description="importance weights where the two cannot agree",
+    )
+
+    @property
+    def gap_bounds(self) -> tuple[float, float]:
+        """`max_logprob_gap` and `mean_logprob_gap`, decided. A correction bounds what any single
+        token can do; a mean gap says that something is wrong, and stops the run, with it, too."""
+        largest, mean = (0.5, 0.03) if self.correction.kind == "none" else (math.inf, 0.1)
+        return self.max_logprob_gap or largest, self.mean_logprob_gap or mean
 
     @field_validator("estimator", mode="before")
     @classmethod

@@ -391,14 +391,9 @@ def check_probe(actor: Actor, desk: Desk, driver: Driver, on_servers: OnServers)
 
     def compare() -> None:
         temperature = desk.recipe.rollout.temperature
-        algorithm = desk.recipe.algorithm
+        max_gap, mean_gap = desk.recipe.algorithm.gap_bounds
         try:
-            metrics = check_agreement(
-                batch,
-                scores.logprobs,
-                max_gap=algorithm.max_logprob_gap,
-                mean_gap=algorithm.mean_logprob_gap,
-            )
+            metrics = check_agreement(batch, scores.logprobs, max_gap=max_gap, mean_gap=mean_gap)
         except OnPolicyError:
             raise OnPolicyError(explain_gap(batch, scores, desk.probed, desk)) from None
         desk.log.note(

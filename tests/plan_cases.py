@@ -122,7 +122,7 @@ def _measure_a_pass(actor, lengths: list[int]) -> dict[str, float]:
     total = len(rows_of(bounds, Sharing(parallel.cp_rank, parallel.cp_size)))
     tokens = torch.randint(1, 90, (total,), generator=torch.Generator().manual_seed(0))
     rows = torch.arange(total - 1)
-    micro_batch = MicroBatch(tokens, bounds, rows, tokens[1:].clone(), rows)
+    micro_batch = MicroBatch(tokens, bounds, rows, tokens[1:].clone(), rows, torch.zeros_like(rows))
     packed = micro_batch.packed_seq_params(torch.device("cpu"))
     own = {p.untyped_storage().data_ptr() for p in parameters}
     saved = {}

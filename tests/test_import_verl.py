@@ -365,3 +365,52 @@ def test_the_command_speaks_json(capsys):
 def test_mistakes_are_said_in_one_line(words, capsys):
     assert run(*words) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+NEWER = "algorithm.rollout_correction"
+CAP = "actor_rollout_ref.actor.tis_imp_ratio_cap"
+
+
+@pytest.mark.parametrize(
+    ("words", "correction"),
+    [
+        ([f"{NEWER}.rollout_is=token"], ("truncate", "token", 2.0, None)),
+        (
+            [f"{NEWER}.rollout_is=token", f"{NEWER}.rollout_is_threshold=0.5_5.0"],
+            ("mask", "token", 5.0, 0.5),
+        ),
+        (
+            [f"{NEWER}.rollout_rs=seq_mean_k1", f"{NEWER}.rollout_rs_threshold=0.999_1.001"],
+            ("mask", "geometric", 1.001, 0.999),
+        ),
+        (
+            [
+                "algorithm.rollout_is=True",
+                "algorithm.rollout_is_threshold=3",
+                "algorithm.rollout_is_level=sequence",
+                "algorithm.rollout_is_mode=mask",
+                "algorithm.rollout_is_threshold_lower=0.4",
+            ],
+            ("mask", "sequence", 3.0, 0.4),
+        ),
+        (["algorithm.rollout_is=True", "algorithm.rollout_is_threshold=null"], None),
+        ([f"{CAP}=3"], ("truncate", "token", 3.0, None)),
+        ([f"{CAP}=-1"], None),
+        ([f"{NEWER}.rollout_rs=seq_max_k2", f"{NEWER}.rollout_rs_threshold=0.1"], None),
+        ([f"{NEWER}.rollout_is=token", f"{NEWER}.rollout_is_threshold=0.5"], None),
+    ],
+)
+def test_corrections_by_the_ratio(words, correction, tmp_path):
+    found = loaded(of_words(*words), tmp_path).algorithm.correction
+    kind, level, upper, lower = correction or ("none", "token", 2.0, None)
+    assert (found.kind, found.level, found.upper, found.lower) == (kind, level, upper, lower)
+
+
+def test_of_two_corrections_one_is_taken_and_the_other_said():
+    conversion = of_words(
+        f"{NEWER}.rollout_rs=token_k1", f"{NEWER}.rollout_is=sequence", f"{CAP}=2"
+    )
+    assert conversion.recipe["algorithm"]["correction"]["level"] == "sequence"
+    for key in (f"{NEWER}.rollout_rs", CAP):
+        assert entry(conversion, key).status == "not supported"
+        assert f"{NEWER}.rollout_is" in entry(conversion, key).why

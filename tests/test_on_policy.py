@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_opo.errors import OnPolicyError
-from megatron_opo.on_policy import agreement_metrics, check_agreement
+from megatron_opo.on_policy import agreement_metrics, check_agreement, effective_share
 from tests.test_loss import make_batch
 
 
@@ -57,3 +57,22 @@ def test_a_logprob_that_is_no_number_stops(batch, bad):
         check_agreement(
             batch, actor_logprobs(batch, [0.0, bad, 0.0, 0.0]), max_gap=1e9, mean_gap=1e9
         )
+
+
+@pytest.mark.parametrize(
+    ("weights", "share"),
+    [([2.0, 2, 2], 1), ([1.0, 1, 0, 0], 0.5), ([3.0, 1], 16 / 20), ([0.0, 0], 0), ([1e-9], 1)],
+)
+def test_the_effective_share_of_samples_with_weights(weights, share):
+    assert effective_share(torch.tensor(weights)) == pytest.approx(share, rel=1e-15)
+
+
+def test_effective_shares_of_ratios_that_are_too_large_to_write_down(batch):
+    equal = agreement_metrics(batch, actor_logprobs(batch, [0.0, 0.0, 0.0, 0.0]))
+    assert equal["on_policy/ess_tokens"] == equal["on_policy/ess_sequences"] == 1
+    metrics = agreement_metrics(batch, actor_logprobs(batch, [math.log(3), math.log(2), 0.0, 0.0]))
+    assert metrics["on_policy/ess_tokens"] == pytest.approx(49 / (4 * 15))
+    assert metrics["on_policy/ess_sequences"] == pytest.approx(49 / (2 * 37))
+    metrics = agreement_metrics(batch, actor_logprobs(batch, [2000.0, 0.0, 0.0, 0.0]))
+    assert metrics["on_policy/ess_tokens"] == 0.25
+    assert metrics["on_policy/ess_sequences"] == 0.5

@@ -65,8 +65,10 @@ def test_ranks_have_every_token_once_and_score_each_where_the_one_before_it_is(
     assert sorted(token for token in tokens if token) == sorted(place + 1 for place in places)
     scored = torch.cat([part.places for part in parts]).tolist()
     assert sorted(scored) == [place for place in sorted(places) if batch.loss_mask[place]]
+    of_place = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     for part in parts:
         assert torch.equal(part.targets, part.places + 1)
+        assert [chosen[i] for i in part.sequences] == of_place[part.places].tolist()
         assert torch.equal(part.tokens[part.rows], part.targets - 1)
 
 

@@ -22,6 +22,7 @@ SECTIONS = {
     "data.train.procedural",
     "data.eval.procedural",
     "rollout.dynamic_sampling",
+    "algorithm.correction",
 }
 SAID = {"name", "model.path", "data.train.procedural.task", "data.eval.procedural.task"}
 

@@ -158,6 +158,16 @@ def test_a_finished_run_has_every_section_and_headline(tmp_path):
     assert "stops at 0.5" in text
 
 
+@pytest.mark.parametrize(("kind", "stops"), [("none", True), ("truncate", False)])
+def test_the_bound_that_a_recipe_leaves_to_the_default_is_drawn(kind, stops, tmp_path):
+    path = full_run(tmp_path)
+    (path / "recipe.yaml").write_text(
+        f"name: demo\nalgorithm: {{max_logprob_gap: null, correction: {{kind: {kind}}}}}\n"
+    )
+    text, _ = report(path)
+    assert ("stops at 0.5" in text) == stops
+
+
 def test_the_page_needs_nothing_from_elsewhere(tmp_path):
     text, page = report(full_run(tmp_path))
     assert not {"link", "img", "iframe"} & set(page.tags)

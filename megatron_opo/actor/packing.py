@@ -24,7 +24,8 @@ class MicroBatch:
 
     `tokens` [T / context_parallel] are this rank's; `cu_seqlens` [N+1] bounds the whole sequences,
     from 0 to T. The hidden states at `rows` [R] of its part predict the tokens `targets` [R], which
-    it scores, and which stand at `places` [R] in the whole rollout.
+    it scores, and which stand at `places` [R] in the whole rollout and in `sequences` [R] of this
+    micro-batch.
     """
 
     tokens: torch.Tensor
@@ -32,6 +33,11 @@ class MicroBatch:
     rows: torch.Tensor
     targets: torch.Tensor
     places: torch.Tensor
+    sequences: torch.Tensor
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
 
     def packed_seq_params(self, device: torch.device) -> PackedSeqParams:
         cu_seqlens = self.cu_seqlens.to(device, torch.int32)
@@ -105,6 +111,7 @@ def make_micro_batch(
         rows=rows[is_here],
         targets=tokens[scored[is_here]],
         places=place[scored[is_here]],
+        sequences=torch.searchsorted(cu_seqlens, scored[is_here], right=True) - 1,
     )
 
 

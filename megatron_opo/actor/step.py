@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron_opo.actor import finite
+from megatron_opo.actor.correction import correction_metrics, importance_weights, whole_weights
 from megatron_opo.actor.logprobs import token_logprobs
 from megatron_opo.actor.loss import policy_gradient_loss, token_weights
 from megatron_opo.actor.model import build_model, output_weight
@@ -67,6 +68,8 @@ class Actor:
         self.spans = driver.spans
         self.version = 0
         self.scores: Scores | None = None
+        correction = recipe.algorithm.correction
+        self.correction = None if correction.kind == "none" else correction
         # How many of a rank's micro-batches have begun, of how many, for who waits for them.
         self.on_micro_batch: Callable[[int, int], None] = lambda done, total: None
         self.dtype = getattr(torch, recipe.model.dtype)
@@ -166,23 +169,23 @@ class Actor:
         return learning_rate(step, self.recipe.optimizer, self.recipe.train.steps)
 
     def _check(self, batch: PackedBatch, scores: Scores) -> dict[str, float]:
-        algorithm = self.recipe.algorithm
-        metrics = check_agreement(
-            batch,
-            scores.logprobs,
-            max_gap=algorithm.max_logprob_gap,
-            mean_gap=algorithm.mean_logprob_gap,
-        )
-        metrics["actor/pg_loss"] = self._loss(batch)
+        max_gap, mean_gap = self.recipe.algorithm.gap_bounds
+        metrics = check_agreement(batch, scores.logprobs, max_gap=max_gap, mean_gap=mean_gap)
+        if self.correction is not None:
+            metrics |= correction_metrics(batch, scores.logprobs, self.correction)
+        metrics["actor/pg_loss"] = self._loss(batch, scores)
         metrics["actor/entropy"] = scores.entropy[batch.loss_mask].double().mean().item()
         return metrics
 
-    def _loss(self, batch: PackedBatch) -> float:
-        return -(self._token_weights(batch) * batch.advantages).double().sum().item()
+    def _loss(self, batch: PackedBatch, scores: Scores) -> float:
+        losses = self._token_weights(batch) * batch.advantages
+        if self.correction is not None:
+            losses = losses * whole_weights(batch, scores.logprobs, self.correction)
+        return -losses.double().sum().item()
 
     def _nonfinite(self, batch: PackedBatch, scores: Scores) -> str:
         problem = finite.nonfinite_logprobs(batch, scores.logprobs)
-        loss = self._loss(batch)
+        loss = self._loss(batch, scores)
         return problem or ("" if math.isfinite(loss) else f"the loss is {loss}")
 
     def _refuse(self, problem: str) -> None:
@@ -237,7 +240,9 @@ class Actor:
 
     def _share(self, batch: PackedBatch | None) -> PackedBatch:
         """The rollout on every rank: what training needs of it."""
-        names = ("tokens", "loss_mask", "advantages", "cu_seqlens")
+        names = ["tokens", "loss_mask", "advantages", "cu_seqlens"]
+        if self.correction is not None:
+            names.append("rollout_logprobs")
         tensors = None
         if batch is not None:
             tensors = [getattr(batch, name) for name in names]
@@ -246,13 +251,8 @@ class Actor:
         if batch is not None:
             return replace(batch, **shared)
         nothing = torch.zeros(0)
-        return PackedBatch(
-            **shared,
-            rollout_logprobs=nothing,
-            group_offsets=nothing,
-            rewards=nothing,
-            sample_ids=nothing,
-        )
+        left_out = ("rollout_logprobs", "group_offsets", "rewards", "sample_ids")
+        return PackedBatch(**(dict.fromkeys(left_out, nothing) | shared))
 
     def _run(self, batch: PackedBatch, *, forward_only: bool) -> Scores:
         """All micro-batches of this rank; scores of the whole rollout (complete on rank 0)."""
@@ -261,13 +261,18 @@ class Actor:
             micro_batches = self._micro_batches(batch)
             weights = self._token_weights(batch)
         scores = torch.zeros(3, batch.tokens.numel())
+        corrects = self.correction is not None and not forward_only
         counter = count(1)
         total = len(micro_batches) * len(self.model)
 
         def forward_step(*given: Any):
             self.on_micro_batch(next(counter), total)
             return self._forward_step(
-                *given, advantages=batch.advantages, weights=weights, scores=scores
+                *given,
+                advantages=batch.advantages,
+                weights=weights,
+                scores=scores,
+                rollout_logprobs=batch.rollout_logprobs if corrects else None,
             )
 
         get_forward_backward_func()(
@@ -312,6 +317,7 @@ class Actor:
         advantages: torch.Tensor,
         weights: torch.Tensor,
         scores: torch.Tensor,
+        rollout_logprobs: torch.Tensor | None,
     ):
         micro_batch = next(micro_batches)
         device = self.parallel.device
@@ -327,14 +333,29 @@ class Actor:
                 scores[0, places] = token_scores.logprobs.detach().cpu()
                 scores[1, places] = token_scores.entropy.cpu()
                 scores[2, places] = token_scores.sum_squared_probs.cpu()
+            counts = weights[places].to(device)
+            if rollout_logprobs is not None:
+                sampled = rollout_logprobs[places].to(device)
+                counts = counts * self._importance(token_scores.logprobs, sampled, micro_batch)
             loss = policy_gradient_loss(
-                token_scores.logprobs,
-                advantages[places].to(device),
-                weights[places].to(device),
+                token_scores.logprobs, advantages[places].to(device), counts
             )
             return loss, torch.zeros((), dtype=torch.int, device=device), {}
 
         return hidden, loss_function
+
+    def _importance(
+        self, logprobs: torch.Tensor, sampled: torch.Tensor, micro_batch: MicroBatch
+    ) -> torch.Tensor:
+        assert self.correction is not None
+        return importance_weights(
+            logprobs,
+            sampled,
+            micro_batch.sequences.to(logprobs.device),
+            micro_batch.num_sequences,
+            self.correction,
+            group=parallel_state.get_context_parallel_group(),  # pyright: ignore[reportArgumentType]
+        )
 
     def _score_rows(self, hidden, model, micro_batch: MicroBatch):
         if self.config.sequence_parallel:

@@ -1,6 +1,6 @@
 """The rules of data, model and actor. A new key of verl is one line in such a list."""
 
-from megatron_opo.import_verl import batches, special, special_run
+from megatron_opo.import_verl import batches, correction, special, special_run
 from megatron_opo.import_verl.rules import (
     always,
     lacks,
@@ -21,7 +21,7 @@ NO_IMAGES = "text only"
 HANDED_OVER = "rollout.hand_over_memory: trainer and servers give memory back in turn"
 KERNELS = "kernels are chosen by what is installed"
 OWN_PROFILER = "use profile.steps, profile.torch, profile.memory"
-RATIO = "the update uses the sampler's own version; algorithm.max_logprob_gap bounds the mismatch"
+RATIO = "the update uses the sampler's own version; algorithm.correction weighs a mismatch"
 EXACT = "exact on-policy"
 OVERLONG_NOTE = "truncated=penalise, where enable is True"
 
@@ -242,7 +242,7 @@ ACTOR = [
     moot("calculate_entropy", "the entropy is always measured"),
     moot("calculate_sum_pi_squared", "the estimators otb and opo_energy measure it"),
     moot("sum_pi_squared_checkpointing", "the estimators otb and opo_energy measure it"),
-    moot("tis_imp_ratio_cap", RATIO),
+    look("tis_imp_ratio_cap", "`algorithm.correction`", "truncate, token", correction.switch),
     moot("load_weight", "weights are always loaded"),
     moot("freeze_vision_tower", NO_IMAGES),
     moot("use_rollout_log_probs", RATIO),

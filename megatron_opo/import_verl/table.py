@@ -1,6 +1,6 @@
 """The rules of rollout, rewards, algorithm and trainer; and all rules, in order."""
 
-from megatron_opo.import_verl import batches, special, special_run
+from megatron_opo.import_verl import batches, correction, special, special_run
 from megatron_opo.import_verl.actor_table import (
     ACTOR,
     DATA,
@@ -15,7 +15,6 @@ from megatron_opo.import_verl.actor_table import (
     OPTIM,
     OVERLONG_NOTE,
     OWN_PROFILER,
-    RATIO,
 )
 from megatron_opo.import_verl.rules import (
     Rule,
@@ -30,6 +29,8 @@ from megatron_opo.import_verl.rules import (
 
 ONE_TURN = "one turn, no tools"
 SIZED_BY_SGLANG = "SGLang sizes it; rollout.server_args has its options"
+ONE_PASS = "the pass that is differentiated gives the ratios, and there is one update a rollout"
+VETO = "no single token masks a whole response; see algorithm.correction"
 
 ROLLOUT = [
     look("name", "", "sglang", special_run.engine),
@@ -163,6 +164,42 @@ REWARD = [
     moot("reward_model.*", "there is no reward model; a custom reward.function can ask a server"),
 ]
 
+CORRECTION = [
+    look(
+        "rollout_correction.rollout_is",
+        "`algorithm.correction`",
+        "truncate; with a threshold low_high: mask",
+        correction.switch,
+    ),
+    look(
+        "rollout_correction.rollout_rs",
+        "`algorithm.correction`",
+        f"mask, for token_k1, seq_sum_k1, seq_mean_k1; {correction.KEPT_ARE_WEIGHED}",
+        correction.switch,
+    ),
+    look("rollout_is", "`algorithm.correction`", "with a threshold", correction.switch),
+    *(
+        look(name, "`algorithm.correction`", "`upper`, `lower`", correction.option)
+        for name in (
+            "rollout_correction.rollout_is_threshold",
+            "rollout_correction.rollout_rs_threshold",
+            "rollout_correction.rollout_rs_threshold_lower",
+            "rollout_is_threshold",
+            "rollout_is_threshold_lower",
+        )
+    ),
+    look("rollout_is_level", "`algorithm.correction`", "`level`", correction.option),
+    look("rollout_is_mode", "`algorithm.correction`", "`kind`", correction.option),
+    lacks(
+        "rollout_correction.rollout_is_batch_normalize",
+        (None, False),
+        "weights are not divided by their mean, which would make them biased",
+    ),
+    lacks("rollout_correction.rollout_token_veto_threshold", (None,), VETO),
+    lacks("rollout_is_veto_threshold", (None,), VETO),
+    moot("rollout_correction.*", ONE_PASS),
+]
+
 ALGORITHM = [
     look("adv_estimator", "`algorithm.estimator`", "by its name", special.estimator),
     look("norm_adv_by_std_in_grpo", "`algorithm.estimator`", "False: dr_grpo", special.divides),
@@ -187,9 +224,7 @@ ALGORITHM = [
     ),
     lacks("use_pf_ppo", (None, False), "batches are not sampled anew by reward"),
     moot("pf_ppo.*", "batches are not sampled anew by reward"),
-    moot("rollout_correction.*", RATIO),
-    moot("rollout_is", RATIO),
-    moot("rollout_is_threshold", RATIO),
+    *CORRECTION,
 ]
 
 TRAINER = [

@@ -24,6 +24,8 @@ BLUE, ORANGE, GREEN, PURPLE, RED, SOFT = (
 )
 REPORT = "report.html"
 PHASES = {"generate": BLUE, "reward": GREEN, "update": ORANGE, "sync": PURPLE}
+# What the recipe means by null (`AlgorithmConfig.gap_bounds`), without a correction.
+DEFAULT_GAP_LIMIT = 0.5
 
 
 def write_report(run_path: Path, out: Path | None = None) -> Path:
@@ -163,9 +165,18 @@ def _same_as_average(run: Run, metric: str) -> bool:
     )
 
 
+def _gap_limit(run: Run) -> float | None:
+    """At which gap of a token the run stops; None: at none, or it is not known."""
+    limit = run.setting("algorithm", "max_logprob_gap")
+    correction = run.setting("algorithm", "correction")
+    if limit is None and isinstance(correction, dict) and correction.get("kind") == "none":
+        return DEFAULT_GAP_LIMIT
+    return limit
+
+
 def _charts(run: Run) -> list[dict[str, str]]:
     """The small charts: title, what it shows, SVG, legend."""
-    limit = run.setting("algorithm", "max_logprob_gap")
+    limit = _gap_limit(run)
     limits = ((f"stops at {limit:g}", limit),) if isinstance(limit, int | float) else ()
     gap_max = Line("max", PURPLE, run.curve("on_policy/logprob_gap_max"), keep_peaks=True)
     gap_mean = Line("mean", BLUE, run.curve("on_policy/logprob_gap_mean"))
