@@ -17,7 +17,7 @@ def test_a_missing_package_is_named_in_one_line():
     done = run_bare("--help")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: Python cannot find yaml")
+    assert done.stderr.startswith("error: Python cannot find pydantic")
     assert "make setup" in done.stderr
 
 

@@ -242,7 +242,7 @@ def test_a_bucket_is_on_the_lowest_rank_of_each_node(tensor, pipeline, data, per
 
 def test_a_bucket_holds_the_largest_tensor_and_stays_in_both_phases():
     small, _, _ = PLANS["opo_70b"]
-    table = 128_256 * 8192 * 2 + 256 * 2**20
+    table = 128_256 * 8192 * 2 + 512 * 2**20
     assert {stage.bucket for stage in small.memory.trainers} == {table}
     large, _, _ = plan("opo_70b", ["sync.bucket_mb=4096"])
     more = 2 * 2**32 - table
