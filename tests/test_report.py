@@ -376,13 +376,13 @@ def polyline(svg):
     return [tuple(map(float, point.split(","))) for point in points.split()]
 
 
-def test_equal_steps_of_a_log_axis_are_equally_far_apart_and_zero_lies_on_its_floor():
+def test_equal_steps_of_a_log_axis_are_equally_far_apart_and_zero_lies_further_below():
     values = [1e-5, 1e-4, 1e-3, 1e-2, 0.0]
     svg = line_chart("gap", [Line("max", "red", list(enumerate(values)))], log=True)
     heights = [y for _, y in polyline(svg)]
     gaps = [a - b for a, b in pairwise(heights[:4])]
     assert gaps == pytest.approx([gaps[0]] * 3, abs=0.11) and gaps[0] > 30
-    assert heights[4] == heights[0] == max(heights)
+    assert heights[4] > heights[0] + gaps[0] and heights[0] == max(heights[:4])
 
 
 def test_a_log_axis_of_zeros_only_is_drawn_linearly():
@@ -438,3 +438,13 @@ def test_ticks_are_round_and_inside(low, span):
 )  # fmt: skip
 def test_tick_labels_are_short(value, text):
     assert tick(value) == text
+
+
+def test_zero_has_a_place_of_its_own_below_what_is_drawn_by_powers_of_ten():
+    """A gap of 0 is not one as large as the bound at which a run stops."""
+    line = Line("max", "red", [(1, 0.0), (2, 1e-6), (3, 0.0)])
+    svg = line_chart("gap", [line], log=True, limits=(("stops", 1e-3),))
+    marks = re.findall(r'text-anchor="end">([^<]*)<', svg)
+    assert marks == ["0", "1e-6", "1e-5", "1e-4", "1e-3", "step", "stops"]
+    (limit,) = re.findall(r'class="limit".* y1="([\d.]+)"', svg)
+    assert float(limit) < 30

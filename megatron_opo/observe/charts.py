@@ -45,6 +45,7 @@ class Axes:
     log: bool
     width: float
     height: float
+    zero: bool = False  # of a logarithmic one: the lowest mark stands for 0
 
     @property
     def floor(self) -> float:
@@ -73,7 +74,7 @@ def line_chart(
 ) -> str:
     """An SVG of the lines over steps. `limits` are labelled horizontal rules; `x_range` and
     `y_range` are the least ranges shown. A log axis falls back to a linear one when no value is
-    positive; values of 0 then lie on its floor.
+    positive; else values of 0 lie on its floor, at a mark of their own.
     """
     lines = [_thin_out(line) for line in lines if line.points]
     values = [y for line in lines for _, y in line.points] + [y for _, y in limits]
@@ -208,7 +209,9 @@ def _axes(
         positive = [y for y in values if y > 0]
         low = 10.0 ** math.floor(math.log10(min(positive)))
         high = 10.0 ** math.ceil(math.log10(max(positive)))
-        return Axes(x_low, x_high, low, high if high > low else low * 10, True, *size)
+        zero = min(values) <= 0
+        low = low / 100 if zero else low
+        return Axes(x_low, x_high, low, high if high > low else low * 10, True, *size, zero)
     values = values or [0.0, 1.0]
     low, high = min(values), max(values)
     if y_range is not None:
@@ -234,6 +237,8 @@ def _grid(axes: Axes) -> str:
         marks = [
             (10.0**e, f"1e{e}" if abs(e) > 2 else f"{10.0**e:g}") for e in range(low, high + 1)
         ]
+        if axes.zero:
+            marks = [(axes.y_low, "0"), *marks[2:]]
         marks = marks[::every]
     else:
         marks = [(v, tick(v)) for v in ticks(axes.y_low, axes.y_high)]
